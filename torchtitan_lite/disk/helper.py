@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.log import logger
 
 IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
@@ -172,9 +173,10 @@ class Helper:
             line.hang_up()
         process, self._process = self._process, None
         killed = None if process is None else self._killed(process, seconds)
+        listener, self._listener = self._listener, None
         # A collection of garbage may call this in the listener itself.
-        if self._listener is not None and self._listener is not threading.current_thread():
-            self._listener.join(KILL_SECONDS)
+        if listener is not None and listener is not threading.current_thread():
+            listener.join(KILL_SECONDS)
         return killed
 
     def forget(self) -> None:
@@ -211,10 +213,15 @@ class Helper:
         self._lines = lines
 
     def _listen(self) -> None:
-        """Have a thread call `_heard` with each message of the process, and `_ended` after the last one."""
-        name, line = self._name.lower(), self._lines[0]
-        self._listener = threading.Thread(target=self._hear_all, args=(line,), name=name, daemon=True)
-        self._listener.start()
+        """Have a thread call `_heard` with each message of the process, and `_ended` after the last one.
+
+        Raises OSError if the system has no more threads; the process is ended then.
+        """
+        try:
+            self._listener = daemon(self._name.lower(), self._hear_all, self._lines[0])
+        except OSError:
+            self.end()
+            raise
 
     def _hear_all(self, line: Line) -> None:
         with suppress(EOFError, OSError):

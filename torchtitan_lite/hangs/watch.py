@@ -110,7 +110,7 @@ class HangWatch(Helper):
         address = master_address() if self._ranks.world_size > 1 else ""
         self._orders = watcher.Orders(self._ranks.rank, os.getpid(), address, port, secret, self._events)
         self._prepare()
-        self._start_process()
+        self._start_another()
         return self
 
     def __exit__(
@@ -144,18 +144,15 @@ class HangWatch(Helper):
         # Not the stacks of all threads: those that run change their frames meanwhile, and the process would crash.
         faulthandler.register(dump_signal(), file=stacks_fd, all_threads=False, chain=False)
 
-    def _start_process(self) -> None:
-        listening = [] if self._listening is None else [self._listening.fileno()]
-        self._start(self._orders, [*self._fds, *listening])
-        self._listen()
-
     def _start_another(self) -> None:
-        """Start a watcher in the place of one that has ended; no step fails where the system has no process left."""
+        """Start a watcher, in the place of one that has ended; nothing fails where the system has no process left."""
         self._needs_another = False
         self.end()
+        listening = [] if self._listening is None else [self._listening.fileno()]
         try:
-            self._start_process()
-        except (OSError, RuntimeError):
+            self._start(self._orders, [*self._fds, *listening])
+            self._listen()
+        except OSError:
             self._ended(has_died=True)
 
     def _heard(self, message: Any) -> None:
