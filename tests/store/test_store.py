@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -669,6 +670,17 @@ def test_a_replaced_checkpoint_is_kept_while_something_else_has_its_name(store: 
     assert store.recover() == []
     assert names(root) == [".replaced-step-5-1", "step-5"]
     assert steps(store) == [5]
+
+
+@pytest.mark.parametrize("field", [{"rolls_back_to": 2}, {"counts_again": True}])
+def test_a_checkpoint_whose_file_was_touched_is_deleted_also_after_a_rollback(
+    store: CheckpointStore, field: dict[str, Any]
+) -> None:
+    info = commit(store, 3, lineage=Lineage("b2", parent_step=2, ancestors=((2, "a1"),), **field))
+    # As a backup of hard links does: the manifest is read again.
+    (store.root / "step-3" / "manifest.json").chmod(0o600)
+    store.empty(store.discard(info))
+    assert store.committed() == []
 
 
 def test_deleting_does_not_bring_back_an_older_checkpoint(store: CheckpointStore, root: Path) -> None:
