@@ -386,6 +386,23 @@ def test_a_recovery_performs_these_operations_in_this_order(store: CheckpointSto
     ]
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO])
+def test_a_recovery_needs_no_parent_folder_that_this_user_may_open(root: Path, code: int) -> None:
+    class NotOurs(Transcript):
+        def fsync_dir(self, path: Path) -> None:
+            if path == root.parent:
+                raise OSError(code, os.strerror(code), str(path))
+            super().fsync_dir(path)
+
+    commit(CheckpointStore(root), 3).path.rename(root / ".trash-step-3-1")
+    store = CheckpointStore(root, durable=NotOurs())
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            store.recover()
+    else:
+        assert store.recover() == [root / ".trash-step-3-1"]
+
+
 def test_a_replaced_checkpoint_that_cannot_be_removed_is_a_warning(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
