@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of
@@ -83,8 +84,10 @@ class Tier:
         """Start the keeper and join it, in a thread; `also` returns the pids of this process's helpers. Idempotent."""
         if self._starting is None and not self.is_off:
             self._also = also
-            self._starting = threading.Thread(target=self._join, name="keeper", daemon=True)
-            self._starting.start()
+            try:
+                self._starting = daemon("keeper", self._join)
+            except OSError as error:
+                self._turn_off(KeeperUnavailable(str(error)))
 
     def join_again(self, also: list[int]) -> None:
         """Let the keeper know that other helpers live now. Any thread."""
@@ -220,7 +223,10 @@ class Tier:
         except KeeperUnavailable as error:
             # Else the next image starts another one.
             if not self.keeper.has_ended():
-                self.is_off, self._trouble = True, error.reason
-                logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
+                self._turn_off(error)
             return False
         return True
+
+    def _turn_off(self, error: KeeperUnavailable) -> None:
+        self.is_off, self._trouble = True, error.reason
+        logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
