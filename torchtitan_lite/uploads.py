@@ -92,14 +92,8 @@ class Uploads(UploadFolder):
         if self._process is not None or not self._context.peers.is_coordinator:
             return
         config = self._context.config
-        job = UploadJob(
-            self._source.address,
-            self._target.address,
-            run_id,
-            self._retention,
-            config.upload_max_mb_per_second * 1e6,
-            config.lease_timeout_seconds,
-        )
+        speed, silence = config.upload_max_mb_per_second * 1e6, config.lease_timeout_seconds
+        job = UploadJob(self._source.address, self._target.address, run_id, self._retention, speed, silence)
         self._process = UploadProcess(job, self._emit, config.preemption_signals)
         # Of a manager that is dropped without `close`, whose next one could not upload.
         weakref.finalize(self, self._process.close)

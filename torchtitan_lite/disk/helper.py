@@ -252,11 +252,8 @@ class Helper:
         try:
             process.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning(
-                "%s process %d hangs in a system call and cannot be killed; continuing without it",
-                self._name,
-                process.pid,
-            )
+            hangs = "%s process %d hangs in a system call and cannot be killed; continuing without it"
+            logger.warning(hangs, self._name, process.pid)
         return process.pid
 
 

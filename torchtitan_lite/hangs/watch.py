@@ -82,12 +82,11 @@ class HangWatch(Helper):
         words[COUNT] += 1
         if seconds >= self._gives_up_seconds and not self._is_warned:
             self._is_warned = True
-            logger.warning(
+            text = (
                 "A rank that hangs would be reported after %.0f s, but the others give up earlier. Raise "
-                "comm.train_timeout_seconds, which is %.0f",
-                seconds,
-                self._gives_up_seconds,
+                "comm.train_timeout_seconds, which is %.0f"
             )
+            logger.warning(text, seconds, self._gives_up_seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -163,11 +162,8 @@ class HangWatch(Helper):
             self._num_deaths += 1
             self._needs_another = self._num_deaths <= MOST_DEATHS
             until = " before its next step" if self._needs_another else ""
-            logger.warning(
-                "The process that watches rank %d has ended: a hang of this rank is not reported%s",
-                self._ranks.rank,
-                until,
-            )
+            has_ended = "The process that watches rank %d has ended: a hang of this rank is not reported%s"
+            logger.warning(has_ended, self._ranks.rank, until)
 
     def _close(self) -> None:
         fds, self._fds = self._fds, []

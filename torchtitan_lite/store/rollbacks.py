@@ -57,8 +57,7 @@ class Rollback:
 def of_run(found: Sequence[Rollback], lineage: Lineage) -> tuple[Rollback, ...]:
     """Return those of `found` that count for the run of `lineage`: of that run, and of all branches of one run."""
     runs = _run_ids(lineage)
-    counted = (each for each in found if not each.is_left)
-    return tuple(each for each in counted if not runs.isdisjoint({each.run_id, *_run_ids(each.left)}))
+    return tuple(e for e in found if not (e.is_left or runs.isdisjoint({e.run_id, *_run_ids(e.left)})))
 
 
 def brought_back(found: Sequence[Rollback], step: int, lineage: Lineage) -> tuple[Rollback, ...]:
@@ -161,6 +160,11 @@ class RollbackRecord:
     def write(self, rollbacks: Sequence[Rollback]) -> None:
         """Replace the record, durably. Under the lease. Raises OSError."""
         self._write(to_json(rollbacks))
+
+    def bring_back(self, step: int, lineage: Lineage) -> None:
+        """Do as `brought_back`, before it has its name: else the next start would roll back once more."""
+        if found := self.read():
+            self.write(brought_back(found, step, lineage))
 
 
 def to_json(rollbacks: Sequence[Rollback]) -> bytes:

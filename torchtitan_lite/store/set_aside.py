@@ -21,7 +21,6 @@ from torchtitan_lite.store.lease import process_lock
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints
-from torchtitan_lite.store.rollbacks import brought_back
 
 
 class ShelfOnDisk:
@@ -52,19 +51,15 @@ class ShelfOnDisk:
     def bring_back(self, aside: SetAside) -> list[Path]:
         final = self._root / layout.step_dir(aside.step)
         with process_lock(self._store.address):
-            leave_rollbacks(self._store, aside)
+            self._store.rollbacks.bring_back(aside.step, aside.manifest.lineage)
             abandoners, branch = abandoners_of(self._store, aside), branch_in_the_way(self._store, aside)
-            rest = [info for info in reversed(branch) if info not in abandoners]
             # Until the last of the abandoners has lost its name the step is still abandoned, and a start after a crash
             # renames it again. So they go last, and the others before them, or a crash would leave two branches.
-            if any(info.path == final for info in abandoners):
-                moved = [*self._leave(rest), *self._leave(abandoners)]
-                self._take_name(aside, final)
-                return sorted(moved)
-            moved = self._leave([info for info in rest if info.path == final])
+            order = sorted(branch, key=lambda info: (info in abandoners, info.path != final, -info.step))
+            before = next((number for number, info in enumerate(order, 1) if info.path == final), 0)
+            moved = self._leave(order[:before])
             self._take_name(aside, final)
-            moved += self._leave([info for info in rest if info.path != final])
-            return sorted([*moved, *self._leave(abandoners)])
+            return sorted([*moved, *self._leave(order[before:])])
 
     def _take_name(self, aside: SetAside, final: Path) -> None:
         self._store.check_lease()
@@ -82,7 +77,6 @@ class ShelfOnDisk:
             self._store.check_lease()
             moved.append(Listing(self._root).take_aside(info.step, f"abandoned-{info.run_id}"))
             self._durable.rename(on_disk(info.path), moved[-1])
-        if moved:
             self._durable.fsync_dir(self._root)
         return moved
 
@@ -107,14 +101,6 @@ def branch_in_the_way(store: StoresCheckpoints, aside: SetAside) -> list[Checkpo
 def abandoners_of(store: StoresCheckpoints, aside: SetAside) -> list[CheckpointInfo]:
     """Return the committed checkpoints that abandon `aside`."""
     return [info for info in store.intact() if (aside.step, aside.run_id) in info.lineage.abandons]
-
-
-def leave_rollbacks(store: StoresCheckpoints, aside: SetAside) -> None:
-    """Note on record that `aside` comes back, before it does: else the next start would roll back once more."""
-    found = store.rollbacks.read()
-    if (new := brought_back(found, aside.step, aside.manifest.lineage)) != found:
-        store.check_lease()
-        store.rollbacks.write(new)
 
 
 def refuse_harm(store: StoresCheckpoints, aside: SetAside, there: Place | None, *, leave_branch: bool) -> None:

@@ -106,16 +106,11 @@ class RollBack:
             obstacle = f"there is no checkpoint of step {rollback.last} or before in which nothing was found wrong"
         if obstacle or rollback is None:
             raise TrainingDiverged(step, reason, tuple(map(str, recent)), obstacle)
-        logger.warning(
+        text = (
             "Step %d: %s. Rolling back to the latest good checkpoint of step %d or before; batch %d of the data is "
-            "skipped from then on (%d of at most %s)",
-            step,
-            reason,
-            rollback.last,
-            rollback.skipped,
-            len(recent) + 1,
-            limit,
+            "skipped from then on (%d of at most %s)"
         )
+        logger.warning(text, step, reason, rollback.last, rollback.skipped, len(recent) + 1, limit)
         self._fence()
         faults.point("roll_back", step=step)
         # Else the upload folder's record would bring those back that are left.

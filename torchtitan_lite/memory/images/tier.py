@@ -139,11 +139,8 @@ class Tier:
     def end_at_exit(self) -> None:
         """Say that images stay, and how to free them, on rank 0. Forked children say nothing."""
         if self._kept and not self.rank and os.getpid() == self._pid:
-            logger.info(
-                "In-memory snapshots stay for the next start, for %g s. To free them: torchtitan-lite memory %s --end",
-                self.keeper.ttl_seconds,
-                shlex.quote(str(self.keeper.folder)),
-            )
+            how = "In-memory snapshots stay for the next start, for %g s. To free them: torchtitan-lite memory %s --end"
+            logger.info(how, self.keeper.ttl_seconds, shlex.quote(str(self.keeper.folder)))
 
     def finish(self) -> None:
         """Free all images, because the run has finished: no start will need them. Idempotent."""
@@ -160,14 +157,11 @@ class Tier:
             except KeeperUnavailable as error:
                 self._trouble = error.reason
             if self._trouble and self._kept and not self.keeper.has_ended():
-                logger.warning(
+                text = (
                     "Rank %d: %s. Nothing of the run is lost, but its in-memory snapshots stay until %g s after its "
-                    "processes have ended and the keeper runs again. To free them at once: kill -KILL %d",
-                    self.rank,
-                    self._trouble,
-                    self.keeper.ttl_seconds,
-                    pid,
+                    "processes have ended and the keeper runs again. To free them at once: kill -KILL %d"
                 )
+                logger.warning(text, self.rank, self._trouble, self.keeper.ttl_seconds, pid)
             self.is_off = True
             # So that whoever has an arena frees its memory with it.
             for arena in self._names:
@@ -188,11 +182,8 @@ class Tier:
             arena.is_kept = False
         if self._num_keepers == MOST_KEEPERS:
             self.is_off = True
-            logger.warning(
-                "Rank %d: the process that holds in-memory snapshots was killed %d times. A restart loads from disk",
-                self.rank,
-                self._num_keepers,
-            )
+            text = "Rank %d: the process that holds in-memory snapshots was killed %d times. A restart loads from disk"
+            logger.warning(text, self.rank, self._num_keepers)
             return
         self._num_keepers += 1
         self._kept.clear()
