@@ -93,14 +93,8 @@ class Uploads(UploadFolder):
         if self._process is not None or not self._context.peers.is_coordinator:
             return
         config = self._context.config
-        job = UploadJob(
-            self._source.address,
-            self._target.address,
-            run_id,
-            self._retention,
-            config.upload_max_mb_per_second * 1e6,
-            config.lease_timeout_seconds,
-        )
+        speed, silence = config.upload_max_mb_per_second * 1e6, config.lease_timeout_seconds
+        job = UploadJob(self._source.address, self._target.address, run_id, self._retention, speed, silence)
         self._process = UploadProcess(job, self._emit, config.preemption_signals)
         # Of a manager that is dropped without `close`, whose next one could not upload.
         weakref.finalize(self, self._process.close)
@@ -277,12 +271,16 @@ class UploadedSources(Sources):
         # Else the disk would begin another branch, or has not all of the one that began there.
         if wanted.step == -1 or disk is None or not disk.is_explicit:
             full = [info for info in full if continues(latest, info)]
+        # Where what a rollback has left was brought back on the disk, the branch may still be there.
+        rollbacks = store.rollbacks.read()
+        left = [each.run_id for each in rollbacks if each.is_left]
+        full = [info for info in full if not any(map(info.lineage.is_of, left))]
         kept = {info.step for info in full}
         skipped = self._dropped | {info.step for info in there if info.step not in kept}
         own = dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, initial_load_path=""))
         source = None
         with suppress(CheckpointNotFound):  # What is there is after the step that the run is not to keep.
-            source = choose_source(self._target, own, skipped, store.rollbacks.read()) if full else None
+            source = choose_source(self._target, own, skipped, rollbacks) if full else None
         self._report_damaged(-1 if source is None else source.step, latest)
         return None if source is None else InUploadFolder(**vars(source), is_all_there_is=latest is None)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bucket.saving import set_aside_in
+from tests.bucket.saving import Job, save, set_aside_in
 from tests.bucket.stored import add, flip, held
 from tests.cli.command import command
 from torchtitan_lite.bucket.bucket_store import BucketStore, open_bucket
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.rollbacks import Rollback
 
 DATA = layout.data_file(0, 0)
 
@@ -86,3 +87,13 @@ def test_an_abandoned_one_takes_the_place_of_the_branch(folder: str, store: Buck
     with held(folder) as holding:
         add(holding, 13, lineage=Lineage("runa", 9))
     assert steps(store) == [7, 9, 13]
+
+
+def test_the_rollback_that_left_it_counts_for_no_run_any_more(job: Job) -> None:
+    left = save(job.store, 7, run_id="runa")
+    save(job.store, 5, run_id="runb", abandons=((7, "runa"),))
+    about = {"step": 5, "reason": "spike", "skipped": 5, "last": 4, "target": 4}
+    job.store.rollbacks.write([Rollback(**about, run_id="runb", left=Lineage("runa"))])  # type: ignore[arg-type]
+    job.store.shelf.bring_back(job.store.shelf.find(left.path.name))
+    assert steps(job.store) == [7]
+    assert [each.is_left for each in job.store.rollbacks.read()] == [True]

@@ -48,5 +48,5 @@ def test_the_logged_environment_has_neither_secrets_nor_what_only_torchrun_reads
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    secrets = {"CUDA_API_TOKEN": "x", "SLURM_KEY": "x"}
+    secrets = dict.fromkeys(["CUDA_API_TOKEN", "SLURM_KEY", "SLURM_JWT", "TORCH_pass", "NCCL_AUTH", "SLURM_Cred"], "x")
     assert logged_environment({**helpful, **torchruns, **secrets, "HOME": "/root"}) == helpful

@@ -16,6 +16,7 @@ import pytest
 
 from tests.hangs import ranks
 from tests.logged import logged_warnings
+from tests.no_threads import no_threads
 from tests.processes import children, command_line, own_children, read_lines, send, wait_until
 from torchtitan_lite.disk.helper import Line
 from torchtitan_lite.distributed.job_link import JobLink
@@ -156,6 +157,24 @@ def test_a_watcher_that_was_killed_is_started_again_with_the_next_step_and_its_r
         f"The process that watches rank {rank} has ended: a hang of this rank is not reported before its next step"
         in ended[rank][1]
     )
+
+
+def test_where_the_system_has_no_more_threads_steps_continue_and_a_later_one_starts_the_watcher(tmp_path: Path) -> None:
+    alone = ranks.InFolder(0, 1, tmp_path)
+    with logged_warnings() as logged:
+        with no_threads():
+            watch = HangWatch(60, alone, dict, events=None, gives_up_seconds=100).__enter__()
+            watch.step(1)
+            assert (watch.pid, len(logged)) == (None, 2)
+        watch.step(2)
+        assert watch.pid is not None
+        send(watch.pid, signal.SIGKILL)
+        wait_until(lambda: len(logged) == 3)
+        with no_threads():
+            watch.step(3)
+            assert watch.pid is None
+            watch.__exit__(None, None, None)
+    assert all("The process that watches rank 0 has ended" in line for line in logged)
 
 
 @pytest.mark.slow  # Four ranks, four watchers and four writers.

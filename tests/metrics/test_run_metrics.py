@@ -12,6 +12,7 @@ import torch
 
 from tests.disks import fill, small_disk
 from tests.logged import logged_warnings
+from tests.no_threads import no_threads
 from torchtitan_lite.accounts import LEDGER_FILE, read_accounts
 from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Metrics
@@ -113,6 +114,12 @@ def test_a_full_disk_is_one_warning_for_the_ledger_and_ends_nothing(tmp_path: Pa
             _train(metrics, 1, [1.0] * 4)
             metrics.close()
     assert sum(LEDGER_FILE in warning for warning in warnings) == 1, warnings
+
+
+def test_where_the_system_has_no_more_threads_there_is_no_heartbeat_which_is_one_warning() -> None:
+    with logged_warnings() as warnings, no_threads():
+        Heartbeat(list).close()
+    assert warnings == ["No heartbeat is written: [Errno 11] can't start new thread. Training continues"]
 
 
 def test_a_heartbeat_continues_after_an_error_which_is_one_warning() -> None:

@@ -69,6 +69,7 @@ def save(
     kind: CheckpointKind = CheckpointKind.FULL,
     run_id: str = "a1",
     abandons: Sequence[tuple[int, str]] = (),
+    ancestors: Sequence[tuple[int, str]] = (),
     metrics: Mapping[str, float] | None = None,
     created_at: float = 1.0,
     num_bytes: int = 100,
@@ -82,7 +83,7 @@ def save(
         kind=kind,
         created_at=created_at,
         files={DATA: FileRecord.of(data)},
-        lineage=Lineage(run_id, abandons=tuple(abandons)),
+        lineage=Lineage(run_id, abandons=tuple(abandons), ancestors=tuple(ancestors)),
         extra={"metrics": dict(metrics)} if metrics else {},
     )
 

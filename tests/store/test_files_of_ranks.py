@@ -58,6 +58,15 @@ def test_a_manifest_with_columns_is_read_back_as_it_was_written(by_rank: list[tu
     assert Manifest.parse(with_one.to_json()).files["more"] == FileRecord(1)
 
 
+def test_a_rank_of_any_number_takes_no_column_for_each_rank_below_it() -> None:
+    files = {layout.data_file(rank, 0): FileRecord.of(b"data") for rank in (0, (1 << 16) - 1, 1 << 16, 5_000_000_000)}
+    manifest = dataclasses.replace(MANIFEST, files={**files})
+    document = json.loads(manifest.to_json())
+    assert {*document["files"]} == {"__65536_0.distcp", "__5000000000_0.distcp"}
+    assert len(document["files_of_ranks"]["sizes"]) == 1 << 16
+    assert dict(Manifest.parse(manifest.to_json()).files) == files
+
+
 ONE = {"sizes": [8], "record_sizes": [20], "digests": "aa" * 8}
 
 

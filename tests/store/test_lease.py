@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.no_threads import no_threads
 from tests.store.crashing import Crash, Cut
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.disk.lock_file import LockFile
@@ -531,6 +532,20 @@ def test_the_heartbeat_changes_the_lock_file_and_not_its_holder(root: Path, new_
     assert clock.over.wait(30)
     assert len(set(seen)) == 3
     assert {Holder.parse(data) for data in seen} == {holder_of(root)}
+
+
+def test_a_folder_is_not_taken_where_the_system_has_no_thread_for_the_heartbeat(
+    root: Path, new_lease: Callable[..., Lease]
+) -> None:
+    lease = new_lease()
+    with no_threads(), pytest.raises(BlockingIOError, match="can't start new thread"):
+        lease.take()
+    assert names(root) == []
+    lease.release()
+    lease.take()
+    lease.check()
+    lease.release()
+    assert names(root) == []
 
 
 def test_a_failing_heartbeat_is_logged_once_and_retried(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.no_threads import no_threads
 from tests.store.crashing import NEVER, Crash, Cut
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import FolderUnusable
@@ -171,6 +172,15 @@ def test_a_start_waits_for_a_slow_file_system_only_so_long_and_says_so(
     with caplog.at_level("INFO"):
         log_lacks(tmp_path, 60)
     assert f"has no {EXCHANGE}: {WANTS[EXCHANGE]}" in caplog.text
+
+
+def test_where_the_system_has_no_more_threads_it_is_tried_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TRIED", {})
+    monkeypatch.setattr(module, "probe", lambda root: probe(root, Lacking("rename")))
+    with no_threads(), pytest.raises(FolderUnusable, match=RENAMES):
+        log_lacks(tmp_path, 60)
 
 
 def test_a_lack_of_what_is_needed_refuses_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torchtitan_lite.store.rollbacks import (
     RollbackRecord,
     batch_of,
     batches_to_skip,
+    brought_back,
     next_rollback,
     of_run,
     parse_rollbacks,
@@ -101,6 +102,24 @@ def test_a_rollback_is_unfinished_until_the_branch_has_a_checkpoint() -> None:
     assert unfinished([first, second], RUN.run_id) == second
     assert unfinished([first], Lineage("other").run_id) is None
     assert unfinished([], RUN.run_id) is None
+
+
+def test_a_rollback_counts_for_no_run_after_a_checkpoint_that_it_left_came_back() -> None:
+    branch = Lineage("run2", parent_step=4, ancestors=((4, "run1"),))
+    first = replace(following(5, []), target=4)
+    second = replace(following(9, [first], branch), run_id="run3")
+    assert brought_back([first, second], 4, RUN) == (first, second)
+    # The second one, from the branch, leaves what the first one has left, too.
+    left = brought_back([first, second], 7, RUN)
+    assert left == (replace(first, is_left=True), replace(second, is_left=True))
+    assert of_run(left, RUN) == of_run(left, branch) == () and unfinished(left, RUN.run_id) is None
+    # It keeps steps of the branch up to its own last one; those that are left come first, the last is on its way.
+    assert brought_back([first, second], 8, branch) == (first, second)
+    assert brought_back([first, second], 9, branch) == (replace(second, is_left=True), first)
+    assert unfinished(brought_back([first, second], 9, branch), RUN.run_id) == first
+    # And when the branch comes back after all, it skips its batch again.
+    assert brought_back(left, 9, branch) == (replace(second, is_left=True), first)
+    assert parse_rollbacks(to_json(left), "rollbacks.json") == left
 
 
 def test_what_is_left_by_a_second_rollback_is_left_of_both_runs() -> None:

@@ -190,6 +190,35 @@ def test_the_branch_also_leaves_the_name_of_the_step_that_comes_back(
     assert CheckpointStore(tmp_path).recover() == []
 
 
+def branched_twice(root: Path) -> CheckpointStore:
+    """Return a folder whose run a1 was rolled back from 16 to 4, and its branch b2 from 12 to 8, where c3 began."""
+    store = fill(root, 4, 16)
+    save(store, 8, run_id="b2", abandons=[(16, "a1")], ancestors=[(4, "a1")])
+    save(store, 12, run_id="b2", ancestors=[(4, "a1")])
+    save(store, 10, run_id="c3", abandons=[(12, "b2")], ancestors=[(8, "b2"), (4, "a1")])
+    return store
+
+
+def test_branches_of_the_branch_are_left_too(tmp_path: Path) -> None:
+    store = branched_twice(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step-8 of run b2 abandons it.* step-8, step-10 are set aside"):
+        back(store, "step-16.abandoned-a1")
+    moved = ["step-10.abandoned-c3", "step-8.abandoned-b2"]
+    assert back(store, "step-16.abandoned-a1", leave_branch=True) == moved
+    assert visible(tmp_path) == {4: "a1", 16: "a1"}
+    assert CheckpointStore(tmp_path).recover() == []
+
+
+def test_a_damaged_one_of_a_run_that_was_left_comes_back_only_in_place_of_the_branch(tmp_path: Path) -> None:
+    store = fill(tmp_path, 4, 6, 7)
+    store.quarantine(7, ["a byte"])
+    save(store, 5, run_id="b2", abandons=[(6, "a1")], ancestors=[(4, "a1")])
+    with pytest.raises(CheckpointError, match=r"step-5 of run b2 abandons it.*With --leave-branch it comes back"):
+        back(store, "step-7.corrupt")
+    assert back(store, "step-7.corrupt", leave_branch=True) == ["step-5.abandoned-b2"]
+    assert visible(tmp_path) == {4: "a1", 7: "a1"}
+
+
 def test_and_the_way_back_is_the_same(tmp_path: Path) -> None:
     store = rolled_back(tmp_path)
     before = contents(tmp_path)
@@ -239,8 +268,9 @@ def everything(root: Path) -> dict[tuple[str, ...], Contents]:
         (gone_past, "step-16.abandoned-a1", {8, 12, 16}),
         # The very step that abandons it has its name: between the two renames neither is there.
         (gone_past, "step-8.abandoned-a1", {4, 8, 12, 16}),
+        (branched_twice, "step-16.abandoned-a1", {8, 10, 16}),
     ],
-    ids=["damaged", "abandoned", "abandoned, and its step saved again", "abandoned by the same step"],
+    ids=["damaged", "abandoned", "and its step saved again", "abandoned by the same step", "and by two branches"],
 )
 def test_cut_anywhere_every_checkpoint_is_complete_and_the_same_call_finishes(
     tmp_path: Path, make: Callable[[Path], CheckpointStore], name: str, latest: set[int], power: bool

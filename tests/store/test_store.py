@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -385,6 +386,23 @@ def test_a_recovery_performs_these_operations_in_this_order(store: CheckpointSto
     ]
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO])
+def test_a_recovery_needs_no_parent_folder_that_this_user_may_open(root: Path, code: int) -> None:
+    class NotOurs(Transcript):
+        def fsync_dir(self, path: Path) -> None:
+            if path == root.parent:
+                raise OSError(code, os.strerror(code), str(path))
+            super().fsync_dir(path)
+
+    commit(CheckpointStore(root), 3).path.rename(root / ".trash-step-3-1")
+    store = CheckpointStore(root, durable=NotOurs())
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            store.recover()
+    else:
+        assert store.recover() == [root / ".trash-step-3-1"]
+
+
 def test_a_replaced_checkpoint_that_cannot_be_removed_is_a_warning(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -669,6 +687,17 @@ def test_a_replaced_checkpoint_is_kept_while_something_else_has_its_name(store: 
     assert store.recover() == []
     assert names(root) == [".replaced-step-5-1", "step-5"]
     assert steps(store) == [5]
+
+
+@pytest.mark.parametrize("field", [{"rolls_back_to": 2}, {"counts_again": True}])
+def test_a_checkpoint_whose_file_was_touched_is_deleted_also_after_a_rollback(
+    store: CheckpointStore, field: dict[str, Any]
+) -> None:
+    info = commit(store, 3, lineage=Lineage("b2", parent_step=2, ancestors=((2, "a1"),), **field))
+    # As a backup of hard links does: the manifest is read again.
+    (store.root / "step-3" / "manifest.json").chmod(0o600)
+    store.empty(store.discard(info))
+    assert store.committed() == []
 
 
 def test_deleting_does_not_bring_back_an_older_checkpoint(store: CheckpointStore, root: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoint.resume.rolling_back import record, straight, train
 from tests.checkpoint.small_run import SmallRun, same
+from tests.cli.command import command
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointError, TrainingDiverged, UploadRefused
 from torchtitan_lite.store import layout
@@ -78,6 +79,19 @@ def test_a_record_on_an_old_disk_is_completed_in_both_folders(tmp_path: Path, ot
         train(again, poisoned=(), steps=9)
     assert record(again) == both
     assert json.loads((other / layout.ROLLBACKS).read_bytes())["rollbacks"] == both
+
+
+def test_what_is_brought_back_is_not_left_again_because_of_the_record_there(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path, "", interval_type="steps", interval=1).loaded() as run:
+        train(run, poisoned=(), steps=7, ends=False)
+        run.manager.roll_back(5, "loss is nan")
+        train(run, poisoned=(), steps=5, ends=False)
+    upload(run.root, other)
+    (aside,) = run.root.glob("step-7.abandoned-*")
+    assert command("bring-back", str(run.root), aside.name, "--leave-branch").code == 0
+    with run_of(tmp_path, other, interval_type="steps", interval=1).resumed() as again:
+        assert (again.train_state.step, again.manager.batches_to_skip(5)) == (7, 0)
+        assert [each["is_left"] for each in record(again)] == [True]
 
 
 def test_what_is_no_record_stops_the_upload_and_is_named(tmp_path: Path, other: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoint.companions import uploads_of
 from tests.checkpoint.small_run import SmallRun, same
 from tests.disks import small_disk
+from tests.no_threads import no_threads
 from tests.store.filled import flip
 from tests.uploading.runs import run_of, steps_in
 from torchtitan_lite.checkpoint.reading.source import LoadSource
@@ -41,6 +42,19 @@ def test_a_save_is_reported_and_uploaded_once_it_is_durable_though_no_call_follo
     assert run.events.steps("committed") == run.events.steps("uploaded") == [1]
     names = [name for name, *_ in run.events.recorded]
     assert names.index("save_started") < names.index("staged") < names.index("committed") < names.index("uploaded")
+
+
+def test_where_the_system_has_no_more_threads_the_saves_continue_and_the_end_uploads(
+    tmp_path: Path, other: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        with no_threads(named="upload"):
+            run.manager.load()
+            run.manager.reset()
+        assert run.events.steps("uploads_ended") == [0]
+        run.train(2)
+    assert f"Nothing is uploaded to {other} in this start: [Errno 11] can't start new thread" in caplog.text
+    assert steps_in(other) == [1, 2]
 
 
 def test_a_start_with_an_empty_disk_continues_from_there_bit_for_bit(tmp_path: Path, other: Path) -> None:

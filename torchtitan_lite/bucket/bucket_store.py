@@ -12,11 +12,11 @@ the head that is replaced; so once a pin has been written, no job removes the st
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 
 from torchtitan_lite.bucket.head import Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
@@ -94,25 +94,18 @@ class BucketStore(StoresCheckpoints):
 
     @property
     def rollbacks(self) -> RollbackRecord:
-        write = functools.partial(self.objects.put, layout.ROLLBACKS)
-        return RollbackRecord(
-            f"{self.address}/{layout.ROLLBACKS}", lambda: self.objects.get(layout.ROLLBACKS)[0], write
-        )
+        name, objects = layout.ROLLBACKS, self.objects
+        return RollbackRecord(f"{self.address}/{name}", lambda: objects.get(name)[0], partial(objects.put, name))
 
     @property
     def shelf(self) -> BucketShelf:
         return BucketShelf(self, self.objects, self._held)
 
     def lease(self, run_id: str, timeout_seconds: float) -> BucketLease:
-        lease = BucketLease(
-            self.objects,
-            self._file,
-            run_id=run_id,
-            timeout_seconds=timeout_seconds,
-            clock=self._clock,
-            probe=self._probe,
+        objects, file = self.objects, self._file
+        self._held.lease = lease = BucketLease(
+            objects, file, run_id=run_id, timeout_seconds=timeout_seconds, clock=self._clock, probe=self._probe
         )
-        self._held.lease = lease
         return lease
 
     def check_lease(self) -> None:
@@ -191,7 +184,7 @@ class BucketStore(StoresCheckpoints):
         if self._parts is not None:
             self._parts.remove_all_but(kept)
 
-    @functools.cached_property
+    @cached_property
     def _parts(self) -> S3Parts | None:
         return s3_parts_at(self.address)
 
@@ -327,6 +320,7 @@ class BucketShelf:
         return None if entry is None else self._store.place_of(entry.name)
 
     def bring_back(self, aside: SetAside) -> Sequence[Place]:
+        self._store.rollbacks.bring_back(aside.step, aside.manifest.lineage)
         branch = {info.path.name for info in branch_in_the_way(self._store, aside)}
         self._held.change(lambda head: head.with_brought_back(aside.folder.name, branch))
         try:

@@ -11,7 +11,6 @@ up.
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
 import os
 import pickle
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.log import logger
 
 IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
@@ -173,9 +173,10 @@ class Helper:
             line.hang_up()
         process, self._process = self._process, None
         killed = None if process is None else self._killed(process, seconds)
+        listener, self._listener = self._listener, None
         # A collection of garbage may call this in the listener itself.
-        if self._listener is not None and self._listener is not threading.current_thread():
-            self._listener.join(KILL_SECONDS)
+        if listener is not None and listener is not threading.current_thread():
+            listener.join(KILL_SECONDS)
         return killed
 
     def forget(self) -> None:
@@ -212,15 +213,15 @@ class Helper:
         self._lines = lines
 
     def _listen(self) -> None:
-        """Have a thread call `_heard` with each message of the process, `_ended` after the last one. Raises OSError."""
-        name = self._name.lower()
-        listener = threading.Thread(target=self._hear_all, args=self._lines[:1], name=name, daemon=True)
+        """Have a thread call `_heard` with each message of the process, and `_ended` after the last one.
+
+        Raises OSError if the system has no more threads; the process is ended then.
+        """
         try:
-            listener.start()
-        except RuntimeError as error:
+            self._listener = daemon(self._name.lower(), self._hear_all, self._lines[0])
+        except OSError:
             self.end()
-            raise OSError(errno.EAGAIN, str(error)) from None
-        self._listener = listener
+            raise
 
     def _hear_all(self, line: Line) -> None:
         with suppress(EOFError, OSError):
@@ -251,11 +252,8 @@ class Helper:
         try:
             process.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning(
-                "%s process %d hangs in a system call and cannot be killed; continuing without it",
-                self._name,
-                process.pid,
-            )
+            hangs = "%s process %d hangs in a system call and cannot be killed; continuing without it"
+            logger.warning(hangs, self._name, process.pid)
         return process.pid
 
 

@@ -9,6 +9,7 @@ after another, in a daemon thread, so it never keeps the process alive.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import threading
@@ -42,6 +43,16 @@ def lower_io() -> None:
         libc().syscall(number, 1, this_thread, best_effort_lowest)
 
 
+def daemon(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
+    """Return a daemon thread that runs `work`. Raises OSError, not RuntimeError, if the system has no more threads."""
+    thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
+    return thread
+
+
 def in_a_thread(name: str, run: Callable[[], object]) -> None:
     """Call `run`, which raises nothing, in a daemon thread, or here if the system has no more threads."""
 
@@ -50,8 +61,8 @@ def in_a_thread(name: str, run: Callable[[], object]) -> None:
         run()
 
     try:
-        threading.Thread(target=run_below, name=name, daemon=True).start()
-    except RuntimeError:
+        daemon(name, run_below)
+    except OSError:
         run()
 
 

@@ -16,6 +16,7 @@ from torchtitan_lite.errors import ConfigError
 LOGGED_PREFIXES = ("TORCH", "NCCL", "GLOO", "SLURM", "CUDA", "OMP", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER")
 OF_TORCHRUN = {f"TORCHELASTIC_{name}" for name in ("ERROR_FILE", "RUN_ID", "SIGNALS_TO_HANDLE", "USE_AGENT_STORE")}
 """Half of the line if they were logged, and the same in every run or random."""
+_OF_SECRETS = ("TOKEN", "SECRET", "PASS", "KEY", "JWT", "CRED", "AUTH")
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,7 @@ def logged_environment(environment: Mapping[str, str] | None = None) -> dict[str
     return {
         name: value
         for name, value in sorted(variables.items())
-        if name.startswith(LOGGED_PREFIXES) and name not in OF_TORCHRUN and not _is_secret(name)
+        if name.startswith(LOGGED_PREFIXES)
+        and name not in OF_TORCHRUN
+        and not any(word in name.upper() for word in _OF_SECRETS)
     }
-
-
-def _is_secret(name: str) -> bool:
-    return any(word in name for word in ("TOKEN", "SECRET", "PASSWORD", "KEY"))

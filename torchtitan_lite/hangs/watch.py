@@ -82,12 +82,11 @@ class HangWatch(Helper):
         words[COUNT] += 1
         if seconds >= self._gives_up_seconds and not self._is_warned:
             self._is_warned = True
-            logger.warning(
+            text = (
                 "A rank that hangs would be reported after %.0f s, but the others give up earlier. Raise "
-                "comm.train_timeout_seconds, which is %.0f",
-                seconds,
-                self._gives_up_seconds,
+                "comm.train_timeout_seconds, which is %.0f"
             )
+            logger.warning(text, seconds, self._gives_up_seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -110,7 +109,7 @@ class HangWatch(Helper):
         address = master_address() if self._ranks.world_size > 1 else ""
         self._orders = watcher.Orders(self._ranks.rank, os.getpid(), address, port, secret, self._events)
         self._prepare()
-        self._start_process()
+        self._start_another()
         return self
 
     def __exit__(
@@ -144,17 +143,14 @@ class HangWatch(Helper):
         # Not the stacks of all threads: those that run change their frames meanwhile, and the process would crash.
         faulthandler.register(dump_signal(), file=stacks_fd, all_threads=False, chain=False)
 
-    def _start_process(self) -> None:
-        listening = [] if self._listening is None else [self._listening.fileno()]
-        self._start(self._orders, [*self._fds, *listening])
-        self._listen()
-
     def _start_another(self) -> None:
-        """Start a watcher in the place of one that has ended; no step fails where the system has no process left."""
+        """Start a watcher, in the place of one that has ended; nothing fails where the system has no process left."""
         self._needs_another = False
         self.end()
+        listening = [] if self._listening is None else [self._listening.fileno()]
         try:
-            self._start_process()
+            self._start(self._orders, [*self._fds, *listening])
+            self._listen()
         except OSError:
             self._ended(has_died=True)
 
@@ -166,11 +162,8 @@ class HangWatch(Helper):
             self._num_deaths += 1
             self._needs_another = self._num_deaths <= MOST_DEATHS
             until = " before its next step" if self._needs_another else ""
-            logger.warning(
-                "The process that watches rank %d has ended: a hang of this rank is not reported%s",
-                self._ranks.rank,
-                until,
-            )
+            has_ended = "The process that watches rank %d has ended: a hang of this rank is not reported%s"
+            logger.warning(has_ended, self._ranks.rank, until)
 
     def _close(self) -> None:
         fds, self._fds = self._fds, []

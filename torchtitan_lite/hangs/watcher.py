@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import resource
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from torchtitan_lite import log
 from torchtitan_lite.disk.helper import Line
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.distributed.job_link import HasDescriptor, JobLink, ready
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Hung
@@ -116,9 +116,8 @@ class Judge:
             self._send_all("wait")
             return
         log.logger.error("%s", report(verdict, found))
-        writing = threading.Thread(target=_write_events, args=(self._orders.events, verdict, found), daemon=True)
-        writing.start()
-        writing.join(EVENTS_SECONDS)
+        with suppress(OSError):  # Without a thread there is no event: a disk that hangs would keep the rank alive.
+            daemon("events", _write_events, self._orders.events, verdict, found).join(EVENTS_SECONDS)
         self._send_all("leave")
         self._rank.kill()
 

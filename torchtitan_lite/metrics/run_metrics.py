@@ -26,6 +26,7 @@ import torchtitan_lite
 from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import (
@@ -255,13 +256,17 @@ class Heartbeat:
         self._beat = beat
         self._seconds = seconds
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        try:
+            self._thread = daemon("heartbeat", self._run)
+        except OSError as error:
+            logger.warning("No heartbeat is written: %s. Training continues", error)
 
     def close(self) -> None:
         """End the thread; one that hangs in the disk is not waited for longer than a beat. Idempotent."""
         self._stop.set()
-        self._thread.join(self._seconds)
+        if self._thread is not None:
+            self._thread.join(self._seconds)
 
     def _run(self) -> None:
         has_warned = False

@@ -13,6 +13,9 @@ from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest_fields import value_of
 
+_MOST_RANKS = 1 << 16
+"""In columns, which have a place for each rank below the last one: a manifest may name any number."""
+
 
 class FilesOfRanks(Mapping[str, FileRecord]):
     """The file of tensors of each rank, and the file of its record where ranks have records, by name.
@@ -91,7 +94,7 @@ def with_rank_files(others: dict[str, FileRecord], of_ranks: FilesOfRanks) -> Fi
 
 
 def in_columns(files: Files) -> tuple[dict[str, FileRecord], FilesOfRanks]:
-    """Return those of `files` that no rank wrote, and the columns of the others.
+    """Return those of `files` that no rank of the first `_MOST_RANKS` wrote, and the columns of the others.
 
     A file whose digests were added from its rank's record is in the columns alone. One without digests is in neither
     column: it counts among the first.
@@ -103,7 +106,7 @@ def in_columns(files: Files) -> tuple[dict[str, FileRecord], FilesOfRanks]:
     rest: dict[str, FileRecord] = {}
     for name, record in files.items():
         rank, is_record = layout.parse_rank_file(name) or (-1, True)
-        if is_record or (record.size and not record.blocks):
+        if is_record or rank >= _MOST_RANKS or (record.size and not record.blocks):
             rest[name] = record
         else:
             by_rank[rank] = record

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite import faults
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.disk.lock_file import LockFile
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
@@ -113,10 +114,12 @@ class Lease(ABC):
         mine = Holder.this_process(self._run_id, self._clock.now())
         self._contend(mine)
         stopped = threading.Event()
-        name = f"heartbeat of {self._address}"
-        thread = threading.Thread(target=self._show_life, args=(mine, stopped), name=name, daemon=True)
+        try:
+            thread = daemon(f"heartbeat of {self._address}", self._show_life, mine, stopped)
+        except OSError:
+            self._free(mine)
+            raise
         self._heart = _Heart(mine, thread, stopped)
-        thread.start()
 
     @property
     def token(self) -> str:
@@ -147,8 +150,11 @@ class Lease(ABC):
         heart.stopped.set()
         # A beat that hangs is not waited for: it can do no harm.
         heart.thread.join(self._beat_seconds)
+        self._free(heart.holder)
+
+    def _free(self, holder: Holder) -> None:
         try:
-            self._give_up(heart.holder)
+            self._give_up(holder)
         except (OSError, CheckpointError) as error:
             logger.warning("Could not give %s up: %s; the next job sees that this one ended", self._address, error)
 

@@ -8,7 +8,7 @@ before the abandoned folders are renamed. Pure values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 MAX_ABANDONED = 100_000
@@ -30,14 +30,14 @@ class Lineage:
     """The `load_step` with which this branch began; None if the run never rolled back."""
     abandons: tuple[tuple[int, str], ...] = ()
     """(step, run id) of each checkpoint that this commit abandons."""
-    counts_again: bool = False
+    counts_again: bool = field(default=False, compare=False)
     """Whether the run counts its steps from the start again: its first commit abandons every step of other runs.
 
-    Not in the manifest: after that commit there is nothing left to abandon.
+    Not in the manifest, which is equal without it: after that commit there is nothing left to abandon.
     """
     ancestors: tuple[tuple[int, str], ...] = ()
     """(last step kept, run id) of each run that this one left by rolling back, or by counting again (-1)."""
-    rolls_back_to: int | None = None
+    rolls_back_to: int | None = field(default=None, compare=False)
     """The step to which the run rolled back by itself, because it diverged. Not in the manifest, as `counts_again`."""
 
     @property

@@ -12,7 +12,6 @@ import fcntl
 import functools
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from torchtitan_lite.disk.durable import ALIGNMENT, DISK, NO_DIRECT_IO, Durable
 from torchtitan_lite.disk.mounts import mount_of
+from torchtitan_lite.disk.threads import in_a_thread
 from torchtitan_lite.errors import FolderUnusable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
@@ -227,7 +227,7 @@ def _trial(root: Path) -> Future[list[str]]:
         except Exception as error:
             found.set_exception(error)
 
-    threading.Thread(target=run, name=f"probe of {root}", daemon=True).start()
+    in_a_thread(f"probe of {root}", run)
     return found
 
 

@@ -7,6 +7,7 @@ the checkpoint loses its name.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,7 +87,12 @@ class RetiredCheckpoints:
         if self.root.is_dir():
             # A killed process may have made the folder and the names in it without syncing either, and these names make
             # the leftovers superfluous. What is seen after these syncs is durable.
-            self._durable.fsync_dir(self.root.parent)
+            try:
+                self._durable.fsync_dir(self.root.parent)
+            except OSError as error:
+                # A folder that this user may not open or write is not one in which a job of theirs made a name.
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
             self._durable.fsync_dir(self.root)
         let_go = [self._let_go(path, step) for path, step in superseded]
         removed = [path for path in leftovers if self._is_removed(path)]

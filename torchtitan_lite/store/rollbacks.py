@@ -9,7 +9,7 @@ checkpoint was saved rolls back once more. Pure values, and the record itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Rollback:
     """Of the run that rolled back."""
     target: int = _NOT_YET
     """The step that it rolled back to; -1 while it is on its way."""
+    is_left: bool = False
+    """Whether a checkpoint that it had left was brought back: it counts for no run, but stays on record."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Fields that a later version added."""
 
@@ -55,7 +57,18 @@ class Rollback:
 def of_run(found: Sequence[Rollback], lineage: Lineage) -> tuple[Rollback, ...]:
     """Return those of `found` that count for the run of `lineage`: of that run, and of all branches of one run."""
     runs = _run_ids(lineage)
-    return tuple(each for each in found if not runs.isdisjoint({each.run_id, *_run_ids(each.left)}))
+    return tuple(e for e in found if not (e.is_left or runs.isdisjoint({e.run_id, *_run_ids(e.left)})))
+
+
+def brought_back(found: Sequence[Rollback], step: int, lineage: Lineage) -> tuple[Rollback, ...]:
+    """Return `found`, those that are left first, for when the checkpoint of `step` and `lineage` has its name again."""
+
+    def is_left(each: Rollback) -> bool:
+        branch = each.left.rolled_back(each.run_id, each.last if each.target == _NOT_YET else each.target)
+        return not lineage.is_of(each.run_id) and (each.is_left or branch.leaves(step, lineage.run_id))
+
+    marked = [replace(each, is_left=is_left(each)) for each in found]
+    return tuple(sorted(marked, key=lambda each: not each.is_left))
 
 
 def joint_rollbacks(found: Sequence[Rollback], others: Sequence[Rollback]) -> tuple[Rollback, ...]:
@@ -71,13 +84,12 @@ def _run_ids(lineage: Lineage) -> set[str]:
 
 
 def unfinished(found: Sequence[Rollback], run_id: str) -> Rollback | None:
-    """Return the last of `found` if no checkpoint was saved since; None if one was.
+    """Return the last of `found` that is not left if no checkpoint was saved since; None if one was.
 
     None was if `run_id`, that of the latest one, is of the run that rolled back, or of one that this came from.
     """
-    if not found:
-        return None
-    return found[-1] if found[-1].left.is_of(run_id) else None
+    last = next((each for each in reversed(found) if not each.is_left), None)
+    return last if last is not None and last.left.is_of(run_id) else None
 
 
 def batch_of(step: int, skipped: Collection[int]) -> int:
@@ -149,6 +161,11 @@ class RollbackRecord:
         """Replace the record, durably. Under the lease. Raises OSError."""
         self._write(to_json(rollbacks))
 
+    def bring_back(self, step: int, lineage: Lineage) -> None:
+        """Do as `brought_back`, before it has its name: else the next start would roll back once more."""
+        if found := self.read():
+            self.write(brought_back(found, step, lineage))
+
 
 def to_json(rollbacks: Sequence[Rollback]) -> bytes:
     """Return the bytes of the record."""
@@ -187,5 +204,6 @@ def _rollback(document: Any) -> Rollback:
         run_id=value_of(document, "run_id", str),
         left=Lineage.from_json(value_of(document, "left", dict)),
         target=integer_field(document, "target", _NOT_YET),
+        is_left=document.get("is_left") is True,
         unknown=unknown_fields(document, _FIELDS),
     )

@@ -51,18 +51,15 @@ class ShelfOnDisk:
     def bring_back(self, aside: SetAside) -> list[Path]:
         final = self._root / layout.step_dir(aside.step)
         with process_lock(self._store.address):
+            self._store.rollbacks.bring_back(aside.step, aside.manifest.lineage)
             abandoners, branch = abandoners_of(self._store, aside), branch_in_the_way(self._store, aside)
-            rest = [info for info in reversed(branch) if info not in abandoners]
             # Until the last of the abandoners has lost its name the step is still abandoned, and a start after a crash
             # renames it again. So they go last, and the others before them, or a crash would leave two branches.
-            if any(info.path == final for info in abandoners):
-                moved = [*self._leave(rest), *self._leave(abandoners)]
-                self._take_name(aside, final)
-                return sorted(moved)
-            moved = self._leave([info for info in rest if info.path == final])
+            order = sorted(branch, key=lambda info: (info in abandoners, info.path != final, -info.step))
+            before = next((number for number, info in enumerate(order, 1) if info.path == final), 0)
+            moved = self._leave(order[:before])
             self._take_name(aside, final)
-            moved += self._leave([info for info in rest if info.path != final])
-            return sorted([*moved, *self._leave(abandoners)])
+            return sorted([*moved, *self._leave(order[before:])])
 
     def _take_name(self, aside: SetAside, final: Path) -> None:
         self._store.check_lease()
@@ -80,7 +77,6 @@ class ShelfOnDisk:
             self._store.check_lease()
             moved.append(Listing(self._root).take_aside(info.step, f"abandoned-{info.run_id}"))
             self._durable.rename(on_disk(info.path), moved[-1])
-        if moved:
             self._durable.fsync_dir(self._root)
         return moved
 
@@ -96,9 +92,10 @@ def _why(name: str) -> tuple[int, str] | None:
 
 
 def branch_in_the_way(store: StoresCheckpoints, aside: SetAside) -> list[CheckpointInfo]:
-    """Return the committed checkpoints of the branches that abandon `aside`, by ascending step; mostly none."""
-    runs = {info.run_id for info in abandoners_of(store, aside)}
-    return [info for info in store.intact() if info.run_id in runs]
+    """Return the committed checkpoints of the branches that have left `aside`, by ascending step; mostly none."""
+    intact = store.intact()
+    runs = {info.run_id for info in intact if info.lineage.leaves(aside.step, aside.run_id)}
+    return [info for info in intact if info.run_id in runs]
 
 
 def abandoners_of(store: StoresCheckpoints, aside: SetAside) -> list[CheckpointInfo]:
@@ -116,7 +113,8 @@ def refuse_harm(store: StoresCheckpoints, aside: SetAside, there: Place | None, 
     given_up = {info.path for info in branch}
     if there is not None and there not in given_up:
         raise CheckpointError(f"{name} stays as it is: {there} is there already. Rename or remove that one first.")
-    if (abandoners := abandoners_of(store, aside)) and not leave_branch:
+    if branch and not leave_branch:
+        abandoners = abandoners_of(store, aside) or branch[:1]
         raise CheckpointError(
             f"{name} stays as it is: {_named(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
             f"see it. With --leave-branch it comes back, and {_named(branch)} {'is' if len(branch) == 1 else 'are'} "

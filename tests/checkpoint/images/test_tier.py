@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.keepers import has_ended, keepers_in, names_at
+from tests.no_threads import no_threads
 from tests.store.filled import commit
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
@@ -147,6 +148,19 @@ def test_trouble_with_the_keeper_is_one_warning_and_the_end(
     assert tier.is_off
     assert caplog.text.count("A restart loads from disk") == 1
     assert re.search("Rank 3: there are no in-memory snapshots: .*: expected a drwx------ of user", caplog.text)
+
+
+def test_where_the_system_has_no_more_threads_nothing_is_kept_and_the_run_continues(
+    tier: Tier, caplog: pytest.LogCaptureFixture
+) -> None:
+    with no_threads():
+        tier.begin_keeping(list)
+    assert tier.is_off and not tier.keep(arena_of())
+    tier.leave()
+    tier.finish()
+    assert caplog.messages == [
+        "Rank 3: there are no in-memory snapshots: [Errno 11] can't start new thread. A restart loads from disk"
+    ]
 
 
 def test_a_finished_run_frees_all_and_keeps_nothing_more(tier: Tier, memory_tier: Path) -> None:

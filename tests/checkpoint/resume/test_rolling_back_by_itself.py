@@ -12,6 +12,7 @@ import torch
 from tests.checkpoint.conftest import MODES
 from tests.checkpoint.resume.rolling_back import StartRun, record, straight, train
 from tests.checkpoint.small_run import same
+from tests.cli.command import command
 from tests.examples import mostly_slow
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointError, ConfigError, RunNotLoaded, TrainingDiverged
@@ -151,6 +152,24 @@ def test_a_start_after_a_kill_rolls_back_too_although_later_steps_are_there(star
     train(again, poisoned=())
     again.manager.close()
     assert same(again.contents(), straight(start_run, without={7, 8}) | {"loader": again.contents()["loader"]})
+
+
+def test_what_was_left_and_is_brought_back_is_resumed_from_with_all_of_its_batches(start_run: StartRun) -> None:
+    run = start_run(interval=1).loaded()
+    train(run, poisoned=(), steps=7)
+    assert run.manager.roll_back(5, "loss is nan") == 4
+    train(run, poisoned=(), steps=5)
+    run.manager.close()
+    (aside,) = run.root.glob("step-7.abandoned-*")
+    ended = command("bring-back", str(run.root), aside.name, "--leave-branch")
+    assert ended.code == 0 and "the next start resumes from it" in ended.out
+    again = start_run(interval=1).resumed()
+    assert (again.train_state.step, again.manager.batches_to_skip(5)) == (7, 0)
+    assert again.manager.roll_back(8, "loss is nan") == 7
+    assert [(each["skipped"], each["is_left"]) for each in record(again)] == [(5, True), (8, False)]
+    train(again, poisoned=())
+    again.manager.close()
+    assert same(again.contents(), straight(start_run, without={8}) | {"loader": again.contents()["loader"]})
 
 
 def test_the_batches_are_left_out_by_every_later_start(start_run: StartRun) -> None:

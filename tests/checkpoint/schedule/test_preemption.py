@@ -66,6 +66,25 @@ w.close()
     assert output(script) == ["0", "True"]
 
 
+def test_a_watch_that_could_not_start_its_thread_leaves_nothing_behind() -> None:
+    script = """
+from tests.no_threads import no_threads
+before = signal.getsignal(signal.SIGTERM)
+with no_threads():
+    try:
+        watch("SIGTERM")
+    except OSError as error:
+        print(error.errno)
+print(signal.getsignal(signal.SIGTERM) == before)
+w = watch("SIGTERM")
+send(signal.SIGTERM)
+assert noted.wait(30)
+print(w.received == signal.SIGTERM)
+w.close()
+"""
+    assert output(script) == ["11", "True", "True"]
+
+
 def test_a_signal_is_heard_in_a_process_with_more_than_1024_files_open() -> None:
     script = """
 import resource

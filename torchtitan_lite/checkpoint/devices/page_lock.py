@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from torchtitan_lite.disk.shared_memory import address_of
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.log import logger
 
 PIECE_BYTES = 256 << 20
@@ -100,13 +101,10 @@ class LockedPages:
             finally:
                 then()
 
-        thread = threading.Thread(target=work, name="unlocking", daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # The system has no more threads.
+            _UNLOCKING.append(daemon("unlocking", work))
+        except OSError:  # The system has no more threads.
             work()
-        else:
-            _UNLOCKING.append(thread)
 
     def forget(self) -> None:
         """Leave the pages to the parent of this forked child."""

@@ -93,7 +93,8 @@ class RollBack:
                 self._store.rollbacks.write(new)
 
     def _recorded(self, step: int, reason: str, lineage: Lineage, limit: Limit) -> Rollback:
-        found = of_run(self._store.rollbacks.read(), lineage)
+        recorded = self._store.rollbacks.read()
+        found = of_run(recorded, lineage)
         recent = within(step, limit.num_steps, found)
         rollback = next_rollback(step, reason, found, lineage, new_run().run_id)
         obstacle = ""
@@ -105,19 +106,15 @@ class RollBack:
             obstacle = f"there is no checkpoint of step {rollback.last} or before in which nothing was found wrong"
         if obstacle or rollback is None:
             raise TrainingDiverged(step, reason, tuple(map(str, recent)), obstacle)
-        logger.warning(
+        text = (
             "Step %d: %s. Rolling back to the latest good checkpoint of step %d or before; batch %d of the data is "
-            "skipped from then on (%d of at most %s)",
-            step,
-            reason,
-            rollback.last,
-            rollback.skipped,
-            len(recent) + 1,
-            limit,
+            "skipped from then on (%d of at most %s)"
         )
+        logger.warning(text, step, reason, rollback.last, rollback.skipped, len(recent) + 1, limit)
         self._fence()
         faults.point("roll_back", step=step)
-        self._store.rollbacks.write((*found, rollback))
+        # Else the upload folder's record would bring those back that are left.
+        self._store.rollbacks.write((*(each for each in recorded if each.is_left), *found, rollback))
         return rollback
 
     def _change(self, **fields: int) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
@@ -221,15 +222,15 @@ class SignalHub:
         return self._after.get(number, signal.SIG_DFL)
 
     def _begin(self) -> None:
-        self._pipe = socket.socketpair()
-        for end in self._pipe:
+        pipe = socket.socketpair()
+        for end in pipe:
             end.setblocking(False)
+        self._thread = daemon("preemption", self._watch, pipe[0])
+        self._pipe = pipe
         self._ignored = set()
         # The interpreter's C handler writes the number here even while the main thread is inside a collective, where no
         # Python handler runs.
-        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1].fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="preemption", daemon=True)
-        self._thread.start()
+        self._wakeup_before = signal.set_wakeup_fd(pipe[1].fileno(), warn_on_full_buffer=False)
 
     def _end(self) -> None:
         assert self._pipe is not None and self._thread is not None

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.staging.mark import CARD_MOST_BYTES, Mark, Marke
 from torchtitan_lite.disk.digest import digest_blocks
 from torchtitan_lite.disk.helper import Helper, Line, Rate
 from torchtitan_lite.disk.shared_memory import map_shared
-from torchtitan_lite.disk.threads import give_way
+from torchtitan_lite.disk.threads import daemon, give_way
 from torchtitan_lite.distributed.job_link import JobLink
 from torchtitan_lite.errors import KeeperUnavailable, UnknownFormat
 from torchtitan_lite.memory.images.card import Card, ImageKey
@@ -114,8 +114,7 @@ def serve(job: ReplicaJob, lines: Sequence[Line], fds: Sequence[int]) -> None:
     log.setup(0)
     (line,), listener = lines, socket.socket(fileno=fds[0])
     keeper = Keeper(Path(job.folder), job.ttl_seconds, runtime=Path(job.runtime) if job.runtime else None)
-    receiver = threading.Thread(target=_receive_all, args=(job, listener, keeper), daemon=True)
-    receiver.start()
+    daemon("receiver", _receive_all, job, listener, keeper)
     sender = _Sender(job)
     with suppress(EOFError):
         while True:
@@ -182,7 +181,10 @@ def _receive_all(job: ReplicaJob, listener: socket.socket, keeper: Keeper) -> No
     listener.setblocking(True)
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_receive_copies, args=(connection, job.secret, memory), daemon=True).start()
+        try:
+            daemon("copies", _receive_copies, connection, job.secret, memory)
+        except OSError:
+            connection.close()  # Its other end tries again.
 
 
 def _receive_copies(connection: socket.socket, secret: bytes, memory: ReplicaMemory) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
+from torchtitan_lite.disk.threads import daemon
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of
@@ -88,8 +89,10 @@ class Tier:
         """Start the keeper and join it, in a thread; `also` returns the pids of this process's helpers. Idempotent."""
         if self._starting is None and not self.is_off:
             self._also = also
-            self._starting = threading.Thread(target=self._join, name="keeper", daemon=True)
-            self._starting.start()
+            try:
+                self._starting = daemon("keeper", self._join)
+            except OSError as error:
+                self._turn_off(KeeperUnavailable(str(error)))
 
     def join_again(self, also: list[int]) -> None:
         """Let the keeper know that other helpers live now. Any thread."""
@@ -141,11 +144,8 @@ class Tier:
     def end_at_exit(self) -> None:
         """Say that images stay, and how to free them, on rank 0. Forked children say nothing."""
         if self._kept and not self.rank and os.getpid() == self._pid:
-            logger.info(
-                "In-memory snapshots stay for the next start, for %g s. To free them: torchtitan-lite memory %s --end",
-                self.keeper.ttl_seconds,
-                shlex.quote(str(self.keeper.folder)),
-            )
+            how = "In-memory snapshots stay for the next start, for %g s. To free them: torchtitan-lite memory %s --end"
+            logger.info(how, self.keeper.ttl_seconds, shlex.quote(str(self.keeper.folder)))
 
     def finish(self) -> None:
         """Free all images, because the run has finished: no start will need them. Idempotent."""
@@ -162,14 +162,11 @@ class Tier:
             except KeeperUnavailable as error:
                 self._trouble = error.reason
             if self._trouble and self._kept and not self.keeper.has_ended():
-                logger.warning(
+                text = (
                     "Rank %d: %s. Nothing of the run is lost, but its in-memory snapshots stay until %g s after its "
-                    "processes have ended and the keeper runs again. To free them at once: kill -KILL %d",
-                    self.rank,
-                    self._trouble,
-                    self.keeper.ttl_seconds,
-                    pid,
+                    "processes have ended and the keeper runs again. To free them at once: kill -KILL %d"
                 )
+                logger.warning(text, self.rank, self._trouble, self.keeper.ttl_seconds, pid)
             self.is_off = True
             # So that whoever has an arena frees its memory with it.
             for arena in self._names:
@@ -190,11 +187,8 @@ class Tier:
             arena.is_kept = False
         if self._num_keepers == MOST_KEEPERS:
             self.is_off = True
-            logger.warning(
-                "Rank %d: the process that holds in-memory snapshots was killed %d times. A restart loads from disk",
-                self.rank,
-                self._num_keepers,
-            )
+            text = "Rank %d: the process that holds in-memory snapshots was killed %d times. A restart loads from disk"
+            logger.warning(text, self.rank, self._num_keepers)
             return
         self._num_keepers += 1
         self._kept.clear()
@@ -225,7 +219,10 @@ class Tier:
         except KeeperUnavailable as error:
             # Else the next image starts another one.
             if not self.keeper.has_ended():
-                self.is_off, self._trouble = True, error.reason
-                logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
+                self._turn_off(error)
             return False
         return True
+
+    def _turn_off(self, error: KeeperUnavailable) -> None:
+        self.is_off, self._trouble = True, error.reason
+        logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
