@@ -149,6 +149,43 @@ def test_one_schedule_is_the_state_of_all_parts() -> None:
     assert [other.get_last_lr() for other in others] == [[0.5], [0.5]]
 
 
+def lambdas(*functions: Callable[[int], float]) -> list[torch.optim.lr_scheduler.LRScheduler]:
+    """Schedulers of one optimizer each, by functions that no state dict has."""
+    optimizers = [torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0) for _ in functions]
+    return [torch.optim.lr_scheduler.LambdaLR(*each) for each in zip(optimizers, functions, strict=True)]
+
+
+def rising(done: int) -> float:
+    return min(1.0, (done + 1) / 5)
+
+
+def test_schedulers_that_were_equal_when_they_were_saved_resume_although_new_ones_differ() -> None:
+    saved, others = lambdas(rising, lambda done: 1.0), lambdas(rising, lambda done: 1.0)
+    for scheduler in saved:
+        for _ in range(10):
+            scheduler.optimizer.step()
+            scheduler.step()
+    state = LRSchedulerWrapper(saved).state_dict()
+    assert "last_epoch" in state
+    wrapper = LRSchedulerWrapper(others)
+    wrapper.check_state(state)
+    wrapper.load_state_dict(state)
+    assert [other.state_dict() for other in others] == [each.state_dict() for each in saved]
+
+
+def test_another_number_of_schedulers_that_differ_is_refused() -> None:
+    equal, three = lambdas(rising, rising), lambdas(rising, rising, lambda done: 1.0)
+    for number in (1, 2):
+        state = LRSchedulerWrapper(equal[:number]).state_dict()
+        with pytest.raises(CheckpointMismatch, match="the state of one scheduler, and this run has 3 that differ"):
+            LRSchedulerWrapper(three).check_state(state)
+
+
+def test_the_state_of_one_scheduler_has_no_number() -> None:
+    assert "_number" not in LRSchedulerWrapper(lambdas(rising)).state_dict()
+    assert LRSchedulerWrapper([]).state_dict() == {}
+
+
 def half_trained(*, gradients: bool) -> tuple[nn.ModuleDict, torch.optim.AdamW]:
     """A model of which only one part ever had a gradient."""
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
