@@ -7,7 +7,6 @@ make their states together: a state that fails on one rank fails the save on all
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -215,9 +214,6 @@ class SaveMaker:
                 return
             if is_last_try:
                 raise failure
-            # Its traceback keeps the state that was to be saved.
-            del failure
-            gc.collect()
 
     def _begin(
         self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: StoresCheckpoints, saver: Saver
