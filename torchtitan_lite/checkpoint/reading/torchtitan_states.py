@@ -62,7 +62,8 @@ def _train_state(read: State, own: State, stored: StoredCheckpoint) -> State:
         for key, dtype in _LISTS.items()
         if key in read
     }
-    counters = {"step": torch.tensor(int(read["step"]), device="cpu"), "n_tokens_seen": torch.tensor(tokens)}
+    numbers = {"step": int(read["step"]), "n_tokens_seen": tokens}
+    counters = {key: torch.tensor(number, device="cpu") for key, number in numbers.items()}
     return own | counters | lists
 
 
