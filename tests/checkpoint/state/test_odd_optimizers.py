@@ -191,6 +191,33 @@ def test_another_optimizer_than_the_one_that_was_saved_is_refused(tmp_path: Path
         loading.load()
 
 
+@pytest.mark.parametrize("build", [lambda model: torch.optim.SGD(model.parameters(), lr=0.1), None])
+def test_an_optimizer_with_a_form_of_its_own_refuses_a_checkpoint_without_its_state(
+    tmp_path: Path, build: Callable[[nn.Module], Any] | None
+) -> None:
+    if build is None:
+        alone = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        manager = CheckpointManager(None, [alone], [], [], {}, job_config(tmp_path))
+    else:
+        _, _, manager = start(tmp_path, build)
+    save_and_close(manager)
+    model, _, loading = start(tmp_path, BUILDS["a form of its own"])
+    before = _copied(model.state_dict())
+    with loading, pytest.raises(CheckpointMismatch, match="no state dict of OwnForm, which has a special form"):
+        loading.load()
+    assert same(dict(model.state_dict()), before)
+
+
+def test_a_load_of_a_step_before_a_state_of_no_parameter_removes_it(tmp_path: Path) -> None:
+    model, optimizer, manager = start(tmp_path, BUILDS["state of no parameter"], interval=1)
+    with manager:
+        manager.save(1)
+        train(model, optimizer, range(1, 2))
+        assert optimizer.state["global"]["count"] == 1
+        assert manager.load(1)
+        assert "global" not in optimizer.state
+
+
 def test_parameters_of_one_group_that_had_other_settings_are_refused(tmp_path: Path) -> None:
     def decaying(model: nn.Module, *, split: bool) -> Optimizer:
         first, second = model[0].parameters(), model[1].parameters()  # type: ignore[index]  # it is a Sequential

@@ -341,7 +341,7 @@ class OptimizerWrapper:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace all state by the flat state; a parameter without keys loses its state. **Collective** with FSDP1.
 
-        Settings (`param_groups.*`) that are not in it do not change.
+        Settings (`param_groups.*`) that are not in it do not change, nor state of no parameter without `OF_OPTIMIZERS`.
         """
         self._owned = {key for key in state_dict if key.startswith(f"{OWNERS}.")}
         of_optimizers = state_dict.get(OF_OPTIMIZERS, {})
@@ -352,7 +352,8 @@ class OptimizerWrapper:
             own = owner.read()
             names = {name for group in own.groups for name in group.names}
             states, settings = by_name(state_dict, names)
-            owner.take(states, settings, {**own.rest, **of_optimizers.get(number, {})})
+            rest = of_optimizers.get(number, {}) if OF_OPTIMIZERS in state_dict else own.rest
+            owner.take(states, settings, rest)
 
     def refuse_where_parts_differ(self, peers: Peers) -> None:
         """Raise ConfigError on every rank if a state dict is saved unchanged and ranks have different models.
