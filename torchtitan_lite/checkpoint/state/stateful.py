@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -129,7 +131,7 @@ class LRSchedulerWrapper:
         """Load each scheduler's state. Raises `CheckpointMismatch` before any scheduler changes."""
         states, self._numbers = self._for_each(state_dict)
         for scheduler, state in zip(self._schedulers, states, strict=True):
-            scheduler.load_state_dict(state)
+            scheduler.load_state_dict(copy.deepcopy(state))  # Several may have the same one.
 
     def _own_states(self) -> list[dict[str, Any]]:
         return [dict(each.state_dict()) | {CLASS: class_name(each)} for each in self._schedulers]
@@ -159,7 +161,7 @@ def class_name(scheduler: Any) -> str:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Return whether two nested structures of numbers and tensors are equal, types included."""
+    """Return whether two nested structures of numbers, arrays and tensors are equal, types included."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -168,6 +170,9 @@ def is_same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, np.ndarray):
+        held = (repr(each.tolist()) if each.dtype.hasobject else each.tobytes() for each in (a, b))
+        return a.dtype == b.dtype and a.shape == b.shape and next(held) == next(held)
     return bool(a == b)
 
 
