@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -381,6 +382,30 @@ def test_a_setting_that_equals_no_other_or_is_empty_comes_back(tmp_path: Path, v
     resumed.param_groups[0]["extra"] = None
     load_and_close(CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)))
     assert repr(resumed.param_groups[0]["extra"]) == repr(value)
+
+
+@pytest.mark.parametrize("made", [np.array, lambda value: [np.array(value)]], ids=["array", "list"])
+def test_a_setting_that_is_an_array_comes_back_and_is_refused_next_to_another_one(tmp_path: Path, made: Any) -> None:
+    def build(values: list[list[float]]) -> tuple[nn.Module, Optimizer]:
+        model = nn.Linear(2, 2)
+        names = [["weight", "bias"]] if len(values) == 1 else [["weight"], ["bias"]]
+        groups = [
+            {"params": [getattr(model, name) for name in each], "extra": made(value)}
+            for each, value in zip(names, values, strict=True)
+        ]
+        return model, torch.optim.SGD(groups, lr=0.1)
+
+    model, optimizer = build([[1.0, 2.0]])
+    save_and_close(CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path)))
+    again, resumed = build([[3.0, 3.0]])
+    load_and_close(CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)))
+    assert repr(resumed.param_groups[0]["extra"]) == repr(made([1.0, 2.0]))
+    model, optimizer = build([[1.0, 2.0], [1.0, 3.0]])
+    save_and_close(CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path / "two")))
+    again, resumed = build([[3.0, 3.0]])
+    manager = CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path / "two", load_only=True))
+    with manager, pytest.raises(CheckpointMismatch, match="which is in its group now"):
+        manager.load()
 
 
 @pytest.mark.parametrize("name", ["a.b", 0])
