@@ -90,9 +90,9 @@ class PerRank:
             )
 
 
-def _own_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _own_state(state_dict: Mapping[str, Any]) -> Any:
     # A checkpoint stores nothing of an empty mapping.
-    return dict(state_dict.get(f"rank{_rank_and_world_size()[0]}", {}))
+    return state_dict.get(f"rank{_rank_and_world_size()[0]}", {})
 
 
 def _rank_and_world_size() -> tuple[int, int]:
