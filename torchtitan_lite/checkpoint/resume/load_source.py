@@ -194,31 +194,17 @@ def _committed(info: CheckpointInfo) -> LoadSource:
             "  it holds weights only: no optimizer, no position in the data. To start a new run from these weights, "
             "set --checkpoint.initial_load_path to this folder and dump_folder to a new one.",
         )
-    source = LoadSource(
-        info.path,
-        info.step,
-        model_only=is_seed(info.path, info.step),
-        lineage=dataclasses.replace(info.lineage, parent_step=info.step, abandons=()),
-        nbytes=info.nbytes,
-    )
-    return _with_origin(source)
+    lineage = dataclasses.replace(info.lineage, parent_step=info.step, abandons=())
+    model_only = is_seed(info.path, info.step)
+    return _with_origin(LoadSource(info.path, info.step, model_only=model_only, lineage=lineage, nbytes=info.nbytes))
 
 
 def _initial(config: Checkpoint) -> LoadSource:
-    path = checked_initial_path(config.initial_load_path)
+    path, model_only = checked_initial_path(config.initial_load_path), config.initial_load_model_only
     saved_at = _step_of(path)
-    step = 0 if config.initial_load_model_only else saved_at
-    return _with_origin(
-        LoadSource(
-            path,
-            step,
-            model_only=config.initial_load_model_only,
-            lineage=new_run(),
-            initial=True,
-            is_explicit=True,
-            found_at=saved_at,
-        )
-    )
+    step = 0 if model_only else saved_at
+    source = LoadSource(path, step, model_only=model_only, lineage=new_run(), initial=True, is_explicit=True)
+    return _with_origin(dataclasses.replace(source, found_at=saved_at))
 
 
 def _step_of(path: Place) -> int:

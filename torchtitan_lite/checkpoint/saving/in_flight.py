@@ -92,13 +92,7 @@ class InFlightSave:
         return self._save is not None and not self._save.pending.durable.done()
 
     def begin(
-        self,
-        step: int,
-        kind: CheckpointKind,
-        store: StoresCheckpoints,
-        origin: Origin,
-        *,
-        writes_anyway: bool = False,
+        self, step: int, kind: CheckpointKind, store: StoresCheckpoints, origin: Origin, *, writes_anyway: bool = False
     ) -> SaveTarget:
         """Note that the save of `step` begins, and return what it creates; nothing may be in flight. Any rank."""
         assert self._save is None, "settle() comes first"

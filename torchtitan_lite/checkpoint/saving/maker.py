@@ -207,8 +207,7 @@ class SaveMaker:
         # No interval follows the last save, so it is tried again at once.
         for is_last_try in (False, True):
             self._begin(step, make_state, kind, store, self._at_once)
-            failure = self._in_flight.outcome()
-            if failure is None:
+            if (failure := self._in_flight.outcome()) is None:
                 if self._in_flight.differs is not None:
                     raise self._in_flight.differs
                 return

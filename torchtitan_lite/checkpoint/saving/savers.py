@@ -282,10 +282,7 @@ class ProcessSaver(CopyingSaver):
 
 
 def build_saver(
-    config: Checkpoint,
-    peers: Peers,
-    plans: PlanCache | None = None,
-    companions: Sequence[Companion] = (),
+    config: Checkpoint, peers: Peers, plans: PlanCache | None = None, companions: Sequence[Companion] = ()
 ) -> Saver:
     """Return the saver of `config.async_mode`; its copies are made as `companions` want, and are also theirs."""
     if config.async_mode == "disabled":
