@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -193,6 +194,15 @@ def version_of_module(state_dict: Mapping[str, Any], path: str) -> dict[str, Any
     """Return what a module's `state_dict` says about the version of the module at `path`."""
     version: dict[str, Any] = getattr(state_dict, "_metadata", {}).get(path, {})
     return version
+
+
+def give_versions(state: Any, own: Any) -> None:
+    """Give the state dicts within `state`, which was read, the versions of modules that those of `own` have."""
+    if isinstance(state, Mapping) and isinstance(own, Mapping):
+        if hasattr(own, "_metadata") and type(state) is OrderedDict:
+            state._metadata = own._metadata  # type: ignore[attr-defined]  # torch's modules set it, too
+        for key in state.keys() & own.keys():
+            give_versions(state[key], own[key])
 
 
 def load_alone(module: nn.Module, state_dict: dict[str, Any], prefix: str, version: dict[str, Any]) -> list[str]:

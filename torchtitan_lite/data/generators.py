@@ -73,7 +73,7 @@ def states_of(generators: Generators) -> States:
 def set_state(generator: Any, state: Any) -> None:
     """Give `generator` a state that `state_of` returned."""
     if isinstance(generator, torch.Generator):
-        generator.set_state(torch.tensor(list(bytes.fromhex(state[1])), dtype=torch.uint8))
+        generator.set_state(torch.tensor(list(bytes.fromhex(state[1])), dtype=torch.uint8, device="cpu"))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _with_arrays(state)
     elif isinstance(generator, random.Random) or generator is random:

@@ -97,7 +97,7 @@ def _bytes_and_dtype(tensor: torch.Tensor) -> tuple[bytes, str]:
 
 def _tensor_of_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     if not data:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
 
 

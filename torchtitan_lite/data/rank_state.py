@@ -24,7 +24,7 @@ def pack(state: object, *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]
     """Return `state` of `rank` as tensors. Raise ConfigError if it holds more than JSON, tuples and tensors."""
     text = json.dumps(_plain_state(state, "state"))
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return {"num_ranks": torch.tensor(num_ranks, dtype=torch.int64), f"rank{rank}": data}
+    return {"num_ranks": torch.tensor(num_ranks, dtype=torch.int64, device="cpu"), f"rank{rank}": data}
 
 
 def unpack(packed: Mapping[str, Any], *, rank: int, num_ranks: int) -> Any:
@@ -66,5 +66,5 @@ def _restored(value: dict[str, Any]) -> Any:
     if TUPLE in value:
         return tuple(value[TUPLE])
     if TENSOR in value:
-        return torch.tensor(value[TENSOR], dtype=getattr(torch, value["dtype"]))
+        return torch.tensor(value[TENSOR], dtype=getattr(torch, value["dtype"]), device="cpu")
     return value

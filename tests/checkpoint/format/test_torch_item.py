@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT, OBJECT_GRAIN, object_item, tensor_frame
+from torchtitan_lite.checkpoint.format.torch_item import (
+    ALIGNMENT,
+    OBJECT_GRAIN,
+    object_item,
+    pickled,
+    tensor_call,
+    tensor_frame,
+)
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -23,6 +30,12 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     high = 2 if dtype is torch.bool else 256
     return torch.randint(0, high, (num_bytes,), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def test_an_item_is_the_same_whatever_the_default_device() -> None:
+    expected = pickled(tensor_call(torch.float32, (2, 3), 0))
+    with torch.device("meta"):
+        assert pickled(tensor_call(torch.float32, (2, 3), 0)) == expected
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -61,6 +61,16 @@ def test_what_was_saved_comes_back_whatever_happened_since(start_run: StartRun, 
     assert run.manager.loaded_step == 1
 
 
+def test_it_comes_back_where_new_tensors_have_no_memory(start_run: StartRun, mode: str) -> None:
+    run, fresh = start_run(async_mode=mode).loaded(), start_run(async_mode=mode, seed=1)
+    run.train(2, last=False)
+    with torch.device("meta"):
+        run.manager.save(2, force=True)
+        run.manager.close()
+        assert fresh.manager.load()
+    assert same(fresh.contents(), run.contents())
+
+
 def test_another_process_gets_all_of_it(start_run: StartRun) -> None:
     run = saved_run(start_run)
     fresh = start_run(seed=1).resumed()

@@ -96,6 +96,28 @@ def test_a_model_that_raises_while_it_is_digested_after_a_load(rank: int, tmp_pa
         run.manager.load()
 
 
+@on_two_ranks
+def test_an_optimizer_that_raises_where_a_run_that_rolls_back_looks_at_it(rank: int, tmp_path: Path) -> None:
+    is_loaded: list[bool] = []
+
+    def note(*_: Any) -> None:
+        is_loaded.append(True)
+
+    def raise_then(*_: Any) -> None:
+        if is_loaded:
+            raise RuntimeError("rank 1 raised after its load")
+
+    run = sharded_run(tmp_path, interval=1)
+    with run.manager:
+        run.manager.load()
+        run.train(1, last=False)
+        if rank == 1:
+            run.optimizer.register_load_state_dict_post_hook(note)
+            run.optimizer.register_state_dict_post_hook(raise_then)
+        with pytest.raises(RuntimeError, match="rank 1 raised after its load"):
+            run.manager.roll_back(2, "loss is nan")
+
+
 class Unplaced(ParameterSlot):
     """A parameter for whose state there is no memory."""
 

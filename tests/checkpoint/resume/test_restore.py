@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.checkpoint.small_run import SmallRun
 from tests.store.filled import rewrite
+from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 StartRun = Callable[..., SmallRun]
@@ -42,6 +44,52 @@ def test_a_state_of_the_users_own_comes_back(start_run: StartRun) -> None:
     loaded = Ema()
     assert start_run(states={"ema": loaded}).manager.load()
     assert loaded.shadow.tolist() == [7, 7, 7] and loaded.note == "seen"
+
+
+class Versioned(nn.Module):
+    """Up to version 1 its scale was a logarithm."""
+
+    _version = 2
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([scale]))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}scale"] = state[f"{prefix}scale"].exp()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class Held:
+    """A state with a module, and of a type of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.loaded = module, dict[str, Any]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return defaultdict(list, module=self.module.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict
+        self.module.load_state_dict(state_dict["module"])
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, PerRank, Held, lambda module: PerRank(Held(module))])
+def test_a_module_among_the_states_is_loaded_with_its_version(
+    start_run: StartRun, wrap: Callable[[nn.Module], Any]
+) -> None:
+    start_run(interval=1, states={"loss": wrap(Versioned(3.0))}).finished(1)
+    module = Versioned(5.0)
+    start_run(interval=1, states={"loss": wrap(module)}).resumed()
+    assert module.scale.item() == 3.0
+
+
+def test_the_state_of_a_rank_keeps_its_type(start_run: StartRun) -> None:
+    start_run(interval=1, states={"held": PerRank(Held(nn.Linear(1, 1)))}).finished(1)
+    held = Held(nn.Linear(1, 1))
+    start_run(interval=1, states={"held": PerRank(held)}).resumed()
+    assert type(held.loaded) is defaultdict
 
 
 def test_the_random_generators_continue_bit_for_bit_on_the_same_topology(start_run: StartRun) -> None:

@@ -79,6 +79,20 @@ def test_the_same_command_again_resumes_from_the_latest_step_of_the_branch(
     assert "Rolled back to step 2 before: resuming from step 5 of that branch" in caplog.text
 
 
+def test_the_same_command_continues_a_branch_that_rolled_back_to_a_step_of_its_own(start_run: StartRun) -> None:
+    _train_to(start_run, 6)
+    run = start_run(interval=1, load_step=2).resumed()
+    run.train(6)
+    assert run.manager.load(4)
+    run.train(5)
+    run.manager.close()
+    assert [name for name in _names(run) if "abandoned" not in name] == ["step-2", "step-3", "step-4", "step-5"]
+    again = start_run(interval=1, load_step=2).resumed()
+    assert again.train_state.step == 5
+    other = start_run(interval=1, load_step=4).resumed()
+    assert other.train_state.step == 4
+
+
 def test_a_run_that_loads_its_latest_step_by_number_is_a_branch_too(start_run: StartRun) -> None:
     _train_to(start_run, 2)
     _roll_back(start_run, 2, steps=2)

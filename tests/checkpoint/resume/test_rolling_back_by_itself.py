@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.checkpoint.conftest import MODES
+from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.resume.rolling_back import StartRun, record, straight, train
-from tests.checkpoint.small_run import same
+from tests.checkpoint.small_run import SmallRun, same
 from tests.cli.command import command
 from tests.examples import mostly_slow
 from torchtitan_lite import faults
@@ -99,6 +100,24 @@ def test_a_frozen_mask_of_infinity_and_floats_of_eight_bits_are_no_finding(start
     train(run, poisoned=(), steps=3)
     run.model.scale.requires_grad_()
     assert run.manager.roll_back(4, "loss is nan") == 3
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no floats of 4 bits")
+def test_floats_of_four_bits_are_rolled_back_to_and_exported_as_they_are(start_run: StartRun, tmp_path: Path) -> None:
+    def begun(folder: Path, **options: Any) -> SmallRun:
+        run = start_run(folder, interval=1, **options)
+        packed = torch.arange(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        run.model.packed = torch.nn.Parameter(packed, requires_grad=False)
+        return run.loaded()
+
+    run = begun(tmp_path)
+    train(run, poisoned=(), steps=2)
+    run.model.packed.requires_grad_()
+    assert run.manager.roll_back(3, "loss is nan") == 2
+    exported = begun(tmp_path / "export", model_weights_only=True, export_dtype="bfloat16").finished(1)
+    weights = as_one_file(exported.root / "step-1")
+    assert weights["first.weight"].dtype == torch.bfloat16
+    assert weights["packed"].view(torch.uint8).tolist() == list(range(16))
 
 
 def test_a_damaged_checkpoint_is_skipped(start_run: StartRun) -> None:

@@ -6,11 +6,13 @@ import errno
 import gc
 import os
 import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.sharded_run import (
@@ -155,6 +157,57 @@ def test_where_the_system_has_no_more_threads_saves_are_made_by_the_caller(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     run.train(4, last=False)
     assert run.names() == ["step-3", "step-4"]
+
+
+class Average:
+    """A state whose `state_dict` returns a new copy each time, and `other`."""
+
+    def __init__(self) -> None:
+        self.other: Any = 1
+        self.copies: list[weakref.ref[Tensor]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        copy = torch.zeros(100)
+        self.copies.append(weakref.ref(copy))
+        return {"average": copy, "other": self.other}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing: no test resumes it."""
+
+    def alive(self) -> int:
+        return sum(copy() is not None for copy in self.copies)
+
+
+def test_a_failed_save_keeps_nothing_of_the_state(start_run: StartRun, mode: str) -> None:
+    average = Average()
+    run = start_run(interval=1, async_mode=mode, max_failed_saves=9, states={"average": average}).loaded()
+    run.step()
+    run.manager.wait()
+    average.other = nn.Linear, 2  # No checkpoint has classes.
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            run.step()
+            run.manager.wait()
+            if mode != "disabled":
+                gc.collect()  # The thread may end after the collection that follows a failure.
+            assert average.alive() == 0
+    finally:
+        gc.enable()
+    assert run.events.steps("save_failed") == [2, 3, 4]
+
+
+def test_the_error_that_ends_a_run_shows_where_its_save_failed(start_run: StartRun, tmp_path: Path) -> None:
+    seams = {"store": CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename"))}
+    run = start_run(interval=1, max_failed_saves=1, seams=seams)
+    with pytest.raises(SaveFailed) as caught:
+        run.train(2, last=False)
+    assert caught.value.__cause__ is not None
+    shown = str(caught.value.__cause__)
+    assert "Traceback" in shown and "RanksFailed" in shown and "No space left on device" in shown
+    causes = [caught.value, caught.value.__cause__, caught.value.__cause__.__cause__]
+    assert causes[-1] is None and causes[1].__traceback__ is None
 
 
 class CountingCasts(FailingDisk):

@@ -47,6 +47,17 @@ def test_nan_is_found_in_floats_of_8_bits(dtype: str) -> None:
     assert found(model_w=tensor, optimizer_m=tensor) == ["model.w", "optimizer.m"]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_nan_is_found_in_either_part_of_complex_numbers(dtype: torch.dtype) -> None:
+    for value in (complex(math.nan, 0), complex(0, math.nan)):
+        tensor = torch.zeros(1000, 9, dtype=dtype)
+        assert found(model_w=tensor, model_c=tensor.conj(), optimizer_m=tensor) == []
+        tensor[-1, -1] = value
+        assert found(model_w=tensor, model_c=tensor.conj(), optimizer_m=tensor) == ["model.w", "model.c", "optimizer.m"]
+    assert found(model_w=torch.tensor(complex(0, math.nan), dtype=dtype)) == ["model.w"]
+
+
 def test_both_ends_of_a_large_tensor_are_checked() -> None:
     for index in ((0, 0), (999, 999)):
         tensor = torch.zeros(1000, 1000)

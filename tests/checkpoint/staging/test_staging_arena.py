@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.descriptors import num_open_of
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark
 
@@ -50,6 +51,14 @@ def test_closing_an_arena_closes_its_mark_and_what_it_had_open() -> None:
     for fd in opened:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
+
+
+def test_an_arena_that_cannot_be_made_leaves_nothing_open() -> None:
+    before = num_open_of("torchtitan_lite-staging", "torchtitan_lite-mark")
+    for num_bytes in (1 << 60, 1 << 47):  # More than a file, and than all addresses.
+        with pytest.raises(OSError):
+            StagingArena(num_bytes, mark=Mark())
+    assert num_open_of("torchtitan_lite-staging", "torchtitan_lite-mark") == before
 
 
 def test_an_arena_of_no_bytes_can_be_made_allocated_and_closed() -> None:

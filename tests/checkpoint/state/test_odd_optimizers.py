@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -191,6 +192,33 @@ def test_another_optimizer_than_the_one_that_was_saved_is_refused(tmp_path: Path
         loading.load()
 
 
+@pytest.mark.parametrize("build", [lambda model: torch.optim.SGD(model.parameters(), lr=0.1), None])
+def test_an_optimizer_with_a_form_of_its_own_refuses_a_checkpoint_without_its_state(
+    tmp_path: Path, build: Callable[[nn.Module], Any] | None
+) -> None:
+    if build is None:
+        alone = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        manager = CheckpointManager(None, [alone], [], [], {}, job_config(tmp_path))
+    else:
+        _, _, manager = start(tmp_path, build)
+    save_and_close(manager)
+    model, _, loading = start(tmp_path, BUILDS["a form of its own"])
+    before = _copied(model.state_dict())
+    with loading, pytest.raises(CheckpointMismatch, match="no state dict of OwnForm, which has a special form"):
+        loading.load()
+    assert same(dict(model.state_dict()), before)
+
+
+def test_a_load_of_a_step_before_a_state_of_no_parameter_removes_it(tmp_path: Path) -> None:
+    model, optimizer, manager = start(tmp_path, BUILDS["state of no parameter"], interval=1)
+    with manager:
+        manager.save(1)
+        train(model, optimizer, range(1, 2))
+        assert optimizer.state["global"]["count"] == 1
+        assert manager.load(1)
+        assert "global" not in optimizer.state
+
+
 def test_parameters_of_one_group_that_had_other_settings_are_refused(tmp_path: Path) -> None:
     def decaying(model: nn.Module, *, split: bool) -> Optimizer:
         first, second = model[0].parameters(), model[1].parameters()  # type: ignore[index]  # it is a Sequential
@@ -354,6 +382,30 @@ def test_a_setting_that_equals_no_other_or_is_empty_comes_back(tmp_path: Path, v
     resumed.param_groups[0]["extra"] = None
     load_and_close(CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)))
     assert repr(resumed.param_groups[0]["extra"]) == repr(value)
+
+
+@pytest.mark.parametrize("made", [np.array, lambda value: [np.array(value)]], ids=["array", "list"])
+def test_a_setting_that_is_an_array_comes_back_and_is_refused_next_to_another_one(tmp_path: Path, made: Any) -> None:
+    def build(values: list[list[float]]) -> tuple[nn.Module, Optimizer]:
+        model = nn.Linear(2, 2)
+        names = [["weight", "bias"]] if len(values) == 1 else [["weight"], ["bias"]]
+        groups = [
+            {"params": [getattr(model, name) for name in each], "extra": made(value)}
+            for each, value in zip(names, values, strict=True)
+        ]
+        return model, torch.optim.SGD(groups, lr=0.1)
+
+    model, optimizer = build([[1.0, 2.0]])
+    save_and_close(CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path)))
+    again, resumed = build([[3.0, 3.0]])
+    load_and_close(CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)))
+    assert repr(resumed.param_groups[0]["extra"]) == repr(made([1.0, 2.0]))
+    model, optimizer = build([[1.0, 2.0], [1.0, 3.0]])
+    save_and_close(CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path / "two")))
+    again, resumed = build([[3.0, 3.0]])
+    manager = CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path / "two", load_only=True))
+    with manager, pytest.raises(CheckpointMismatch, match="which is in its group now"):
+        manager.load()
 
 
 @pytest.mark.parametrize("name", ["a.b", 0])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from torchtitan_lite.checkpoint.state import rng
 from torchtitan_lite.checkpoint.state.rng import RngState
+from torchtitan_lite.checkpoint.state.run_state import LateSeedWatch
 
 
 class Devices:
@@ -27,6 +29,20 @@ class Devices:
 
     def draw(self) -> list[float]:
         return [float(torch.rand(1, generator=generator)) for generator in self.generators]
+
+
+@pytest.mark.parametrize("batch_size", [2, 8])
+def test_a_look_for_late_seeds_never_raises(batch_size: int) -> None:
+    """Neither where new tensors have no memory, nor at a loader without batches."""
+    loader = DataLoader(TensorDataset(torch.ones(3)), batch_size=batch_size, drop_last=True)
+    watch = LateSeedWatch()
+    with torch.device("meta"):
+        watch.after_load(3)
+    iterator = iter(loader)
+    torch.rand(1)
+    for step in (4, 5):
+        watch.at_step(step)
+    assert len(iterator) == (batch_size == 2)
 
 
 def state_of(monkeypatch: pytest.MonkeyPatch, kind: str, devices: Devices | None) -> dict[str, torch.Tensor]:

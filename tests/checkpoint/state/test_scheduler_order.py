@@ -141,3 +141,23 @@ def test_states_of_complete_optimizers_follow_their_parameters(tmp_path: Path) -
     again, manager = run((1, 0))
     load_and_close(manager)
     assert same([each.state_dict() for each in again], [each.state_dict() for each in optimizers])
+
+
+@on_two_ranks
+def test_stages_with_other_numbers_of_equal_schedulers_resume_without_a_warning(rank: int, tmp_path: Path) -> None:
+    def run() -> tuple[list[lr_scheduler.LambdaLR], CheckpointManager]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in (["first"], ["second", "third"])[rank]})
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model.values()]
+        schedulers = [lr_scheduler.LambdaLR(each, lambda done: 1 / (1 + done)) for each in optimizers]
+        return schedulers, CheckpointManager(None, model, optimizers, schedulers, None, job_config(tmp_path))
+
+    with logged_warnings() as warnings:
+        schedulers, manager = run()
+        for scheduler in schedulers:
+            scheduler.optimizer.step()
+            scheduler.step()
+        save_and_close(manager)
+        again, manager = run()
+        load_and_close(manager)
+    assert [each.last_epoch for each in again] == [1] * (1 + rank)
+    assert not [line for line in warnings if "Ranks hold different" in line]

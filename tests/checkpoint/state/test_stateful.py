@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -147,6 +148,81 @@ def test_one_schedule_is_the_state_of_all_parts() -> None:
     LRSchedulerWrapper(others).load_state_dict(LRSchedulerWrapper([saved, saved]).state_dict())
     assert [other.last_epoch for other in others] == [1, 1]
     assert [other.get_last_lr() for other in others] == [[0.5], [0.5]]
+
+
+def lambdas(*functions: Callable[[int], float]) -> list[torch.optim.lr_scheduler.LRScheduler]:
+    """Schedulers of one optimizer each, by functions that no state dict has."""
+    optimizers = [torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0) for _ in functions]
+    return [torch.optim.lr_scheduler.LambdaLR(*each) for each in zip(optimizers, functions, strict=True)]
+
+
+def rising(done: int) -> float:
+    return min(1.0, (done + 1) / 5)
+
+
+def test_schedulers_that_were_equal_when_they_were_saved_resume_although_new_ones_differ() -> None:
+    saved, others = lambdas(rising, lambda done: 1.0), lambdas(rising, lambda done: 1.0)
+    for scheduler in saved:
+        for _ in range(10):
+            scheduler.optimizer.step()
+            scheduler.step()
+    state = LRSchedulerWrapper(saved).state_dict()
+    assert "last_epoch" in state
+    wrapper = LRSchedulerWrapper(others)
+    wrapper.check_state(state)
+    wrapper.load_state_dict(state)
+    assert [other.state_dict() for other in others] == [each.state_dict() for each in saved]
+
+
+def test_another_number_of_schedulers_that_differ_is_refused() -> None:
+    equal, three = lambdas(rising, rising), lambdas(rising, rising, lambda done: 1.0)
+    for number in (1, 2):
+        state = LRSchedulerWrapper(equal[:number]).state_dict()
+        with pytest.raises(CheckpointMismatch, match="the state of one scheduler, and this run has 3 that differ"):
+            LRSchedulerWrapper(three).check_state(state)
+
+
+def test_the_state_of_one_scheduler_has_no_number() -> None:
+    assert "_number" not in LRSchedulerWrapper(lambdas(rising)).state_dict()
+    assert LRSchedulerWrapper([]).state_dict() == {}
+
+
+class Recorded:
+    """A scheduler of no class of torch; it keeps the list that it is given."""
+
+    def __init__(self, bounds: np.ndarray | None = None) -> None:
+        self.rates: list[float] = []
+        self.bounds = bounds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": list(self.rates), "bounds": self.bounds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rates = state_dict["rates"]
+
+
+def test_schedulers_share_nothing_of_the_state_that_they_load() -> None:
+    schedulers = [Recorded(), Recorded()]
+    wrapper = LRSchedulerWrapper(schedulers)
+    wrapper.load_state_dict(wrapper.state_dict())
+    schedulers[0].rates.append(0.5)
+    assert schedulers[1].rates == []
+
+
+@pytest.mark.parametrize(
+    ("array", "other"),
+    [
+        (np.zeros(3), np.ones(3)),
+        (np.zeros(3), np.zeros((3, 1))),
+        (np.zeros(3), np.zeros(3, np.float32)),
+        (np.array(["a", None], object), np.array(["b", None], object)),
+    ],
+    ids=["value", "shape", "dtype", "objects"],
+)
+def test_states_with_arrays_are_one_if_these_are_equal(array: np.ndarray, other: np.ndarray) -> None:
+    equal, differing = (LRSchedulerWrapper([Recorded(array), Recorded(each)]) for each in (array.copy(), other))
+    assert equal.state_dict().keys() == {"rates", "bounds", "_class", "_number"}
+    assert differing.state_dict().keys() == {"0", "1"}
 
 
 def half_trained(*, gradients: bool) -> tuple[nn.ModuleDict, torch.optim.AdamW]:

@@ -156,7 +156,7 @@ def pickled(value: Any) -> bytes:
 def tensor_call(dtype: torch.dtype, shape: tuple[int, ...], number: int) -> _Reduced:
     """Return what pickles as a row-major tensor whose elements are the entry data/`number`."""
     # The pickled form depends on the dtype: reduce an empty tensor with torch, then insert storage, shape and strides.
-    rebuild, (held, _, _, _, grad, hooks, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    rebuild, (held, _, _, _, grad, hooks, *rest) = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     kind = storage_kind(held)
     numel = torch.Size(shape).numel() * (dtype.itemsize if kind is UntypedStorage else 1)
     storage = _Storage(kind, number, numel)

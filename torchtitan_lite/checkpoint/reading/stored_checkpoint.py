@@ -156,7 +156,9 @@ class StoredCheckpoint:
         read = self._read(optimizer.targets)
         flat = self._peers.together(lambda: optimizer.assembled(read))
         name = f"optimizer.{OF_OPTIMIZERS}"
-        return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
+        if self.contents.structure is None and not self.has_state(name):
+            return flat  # It does not say that there is none.
+        return flat | {OF_OPTIMIZERS: self.read_state(name, {})}
 
     def lacks_first_states(self, slots: Mapping[str, ParameterSlot]) -> bool:
         """Return whether it has tensors that are made of others where `slots` have no state. **Collective**."""

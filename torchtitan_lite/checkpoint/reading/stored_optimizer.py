@@ -32,6 +32,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     split_state_key,
 )
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, join_targets
+from torchtitan_lite.checkpoint.state.stateful import is_same
 from torchtitan_lite.checkpoint.state.subclasses import form_difference
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
@@ -167,7 +168,7 @@ class StoredOptimizer:
         for name, slot in self.slots.items():
             if name not in fitting and slot.state:
                 state[f"{STATE}.{name}"] = dict(slot.state)
-        return {key: value for key, value in state.items() if value != {} or not key.startswith(f"{STATE}.")}
+        return {key: value for key, value in state.items() if not key.startswith(f"{STATE}.") or value != {}}
 
     @cached_property
     def _fitting(self) -> list[tuple[str, str, Any, Any, Any]]:
@@ -310,8 +311,7 @@ class StoredOptimizer:
                 continue  # An empty container.
             (leaf, *_), (first_leaf, *_) = own[key], first_own[key]
             value, expected = self._plain(leaf), self._plain(first_leaf)
-            # NaN is not equal to itself.
-            if _UNKNOWN not in (value, expected) and value != expected and repr(value) != repr(expected):
+            if value is not _UNKNOWN and expected is not _UNKNOWN and _differ(value, expected):
                 found[leaf.key] = f"{value} in the checkpoint, next to {expected} of {first}, which is in its group now"
         return found
 
@@ -375,6 +375,13 @@ def _without_owners_text(owners: OwnerRanks, num_ranks: int) -> str:
 def _form_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
     """Return the leaf with the form of a tensor that is made of the others; None if there is none."""
     return next((leaf for leaf in leaves if leaf.path == (FORM,)), None)
+
+
+def _differ(value: Any, expected: Any) -> bool:
+    try:
+        return bool(value != expected) and repr(value) != repr(expected)  # NaN is not equal to itself.
+    except ValueError:  # Arrays have no single answer.
+        return not is_same(value, expected)
 
 
 def _own_pieces(slot: ParameterSlot, state: Mapping[str, list[Leaf]]) -> Mapping[str, list[Leaf]]:

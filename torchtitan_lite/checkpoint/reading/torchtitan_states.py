@@ -17,7 +17,7 @@ import torch
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.checkpoint.state.stateful import Stateful
+from torchtitan_lite.checkpoint.state.stateful import NUMBER, Stateful
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.errors import CheckpointUnsafe
 
@@ -45,7 +45,7 @@ def as_own_state(name: str, read: State, own: State, stored: StoredCheckpoint) -
     """Return the state `name`, as it was `read`, with the entries of the run's `own` state. **Collective**."""
     if name == "train_state" and {"n_tokens_seen", *_LISTS} <= own.keys() and "n_tokens_seen" not in read:
         return _train_state(read, own, stored)
-    if name == "lr_scheduler" and "last_epoch" in read and "last_epoch" in own and own.keys() - read.keys():
+    if name == "lr_scheduler" and "last_epoch" in read and "last_epoch" in own and own.keys() - read.keys() - {NUMBER}:
         return _schedule(read, own, stored)
     return read
 
@@ -62,7 +62,8 @@ def _train_state(read: State, own: State, stored: StoredCheckpoint) -> State:
         for key, dtype in _LISTS.items()
         if key in read
     }
-    counters = {"step": torch.tensor(int(read["step"]), device="cpu"), "n_tokens_seen": torch.tensor(tokens)}
+    numbers = {"step": int(read["step"]), "n_tokens_seen": tokens}
+    counters = {key: torch.tensor(number, device="cpu") for key, number in numbers.items()}
     return own | counters | lists
 
 

@@ -126,7 +126,7 @@ def _chosen_source(
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     latest = of_equal_ranks(full)[-1] if full else None
     if step != -1 and (wanted.is_exact or not is_branch_of(latest, step, config)):
-        return _explicit(store, step)
+        return _explicit(store, step, config)
     if latest is not None and (rollback := unfinished(found, latest.run_id)) is not None:
         return _rolled_back(store, rollback, skipped)
     if latest is not None:
@@ -174,14 +174,16 @@ def _of_a_run_that_continues(source: LoadSource, store: StoresCheckpoints) -> Lo
     return dataclasses.replace(source, lineage=lineage)
 
 
-def _explicit(store: StoresCheckpoints, step: int) -> LoadSource:
+def _explicit(store: StoresCheckpoints, step: int, config: Checkpoint) -> LoadSource:
     unmanaged = {layout.parse_step(path.name): path for path in store.unmanaged()}
     branch = dataclasses.replace(new_run(), parent_step=step, branch_point=step)
     if step in unmanaged:
         path = unmanaged[step]
         return LoadSource(path, step, model_only=is_seed(path, step), lineage=branch, is_explicit=True)
     found = _committed(store.get(step))
-    branch = dataclasses.replace(branch, ancestors=found.lineage.branch(step))
+    # Within the branch of `load_step` it is a part of that, so that the same command continues it.
+    begun = found.lineage.branch_point if found.lineage.branch_point == config.load_step else step
+    branch = dataclasses.replace(branch, branch_point=begun, ancestors=found.lineage.branch(step))
     return dataclasses.replace(found, lineage=branch, is_explicit=True)
 
 
@@ -192,31 +194,17 @@ def _committed(info: CheckpointInfo) -> LoadSource:
             "  it holds weights only: no optimizer, no position in the data. To start a new run from these weights, "
             "set --checkpoint.initial_load_path to this folder and dump_folder to a new one.",
         )
-    source = LoadSource(
-        info.path,
-        info.step,
-        model_only=is_seed(info.path, info.step),
-        lineage=dataclasses.replace(info.lineage, parent_step=info.step, abandons=()),
-        nbytes=info.nbytes,
-    )
-    return _with_origin(source)
+    lineage = dataclasses.replace(info.lineage, parent_step=info.step, abandons=())
+    model_only = is_seed(info.path, info.step)
+    return _with_origin(LoadSource(info.path, info.step, model_only=model_only, lineage=lineage, nbytes=info.nbytes))
 
 
 def _initial(config: Checkpoint) -> LoadSource:
-    path = checked_initial_path(config.initial_load_path)
+    path, model_only = checked_initial_path(config.initial_load_path), config.initial_load_model_only
     saved_at = _step_of(path)
-    step = 0 if config.initial_load_model_only else saved_at
-    return _with_origin(
-        LoadSource(
-            path,
-            step,
-            model_only=config.initial_load_model_only,
-            lineage=new_run(),
-            initial=True,
-            is_explicit=True,
-            found_at=saved_at,
-        )
-    )
+    step = 0 if model_only else saved_at
+    source = LoadSource(path, step, model_only=model_only, lineage=new_run(), initial=True, is_explicit=True)
+    return _with_origin(dataclasses.replace(source, found_at=saved_at))
 
 
 def _step_of(path: Place) -> int:

@@ -44,6 +44,7 @@ from torchtitan_lite.log import counted, logger
 from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.stores import open_store, usable
+from torchtitan_lite.torch_private import give_versions
 
 
 def refuse_early(config: JobConfig, peers: Peers) -> None:
@@ -304,6 +305,7 @@ class Restore:
         own = self._peers.together(state.state_dict)
         of_others = getattr(state, "is_of_another_rank", None)
         read = self._stored.read_state(name, own, *([of_others] if of_others else []))
+        give_versions(read, own)  # Load hooks of modules read them.
         return as_own_state(name, read, own, self._stored)
 
     def _verify(self) -> None:

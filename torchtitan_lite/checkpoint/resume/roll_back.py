@@ -75,7 +75,7 @@ class RollBack:
 
     def _finish(self, source: LoadSource) -> LoadSource:
         """Return `source`, which was just loaded on the way back; if it is not finite, an older one that is loaded."""
-        while self._peers.max_over_ranks(not self._run.is_finite(source.recorded.never_finite))[0]:
+        while not self._is_finite(source):
             if self._peers.is_coordinator:
                 logger.warning("Step %d has values that are not finite. Trying an older one", source.step)
             # An image of the branch may be later than what the run rolled back to.
@@ -84,6 +84,10 @@ class RollBack:
         faults.point("rolled_back", step=source.step)
         self._change(target=_target(source))
         return source
+
+    def _is_finite(self, source: LoadSource) -> bool:
+        is_finite = self._peers.together(lambda: self._run.is_finite(source.recorded.never_finite))
+        return not self._peers.max_over_ranks(not is_finite)[0]
 
     def _take_over(self, others: Sequence[Rollback]) -> None:
         found = self._store.rollbacks.read()

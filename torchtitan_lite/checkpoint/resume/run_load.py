@@ -6,6 +6,7 @@ load_source and fallback decide which checkpoints are candidates; restore loads 
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
@@ -98,8 +99,9 @@ class RunLoad:
         with self.sources.opened(source, self._store.address) as files:
             restore = self._restore(source, files)
             restore.run()
-        if restore.has_restored_rng and self._peers.is_coordinator:  # One rank warns for all.
-            self._run.late_seed.after_load(source.step)
+        if restore.has_restored_rng and self._peers.is_coordinator:  # One rank warns for all, and does nothing else.
+            with suppress(Exception):
+                self._run.late_seed.after_load(source.step)
         # What the load itself left. A look at all objects takes 0.1 s, where the loop has not frozen its imports.
         gc.collect(1)
         seconds = self._clock() - began

@@ -11,6 +11,7 @@ for it, from the loop, with that wait.
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -18,6 +19,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from traceback import format_exception
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
@@ -90,13 +92,7 @@ class InFlightSave:
         return self._save is not None and not self._save.pending.durable.done()
 
     def begin(
-        self,
-        step: int,
-        kind: CheckpointKind,
-        store: StoresCheckpoints,
-        origin: Origin,
-        *,
-        writes_anyway: bool = False,
+        self, step: int, kind: CheckpointKind, store: StoresCheckpoints, origin: Origin, *, writes_anyway: bool = False
     ) -> SaveTarget:
         """Note that the save of `step` begins, and return what it creates; nothing may be in flight. Any rank."""
         assert self._save is None, "settle() comes first"
@@ -219,6 +215,9 @@ class InFlightSave:
             logger.error("%s (failed save %d of at most %d in a row)", str(failure), in_a_row, limit)
             self._emit(SaveFailure(save.pending.step, reason=failure.cause, in_a_row=in_a_row))
         del save.pending  # Its callbacks have the save: only garbage collection, now and then, would free both.
+        if failure is not None:
+            failure = _without_state(failure)
+            gc.collect()
         return failure
 
     def _seconds_for(self, save: _Save) -> float:
@@ -287,6 +286,14 @@ class InFlightSave:
 
 def _has_failed(durable: Future[CheckpointInfo | None]) -> bool:
     return durable.done() and durable.exception() is not None
+
+
+def _without_state(failure: SaveFailed) -> SaveFailed:
+    """Return `failure` with what led to it as text: the frames of tracebacks keep the state that was to be saved."""
+    alone = SaveFailed(failure.step, failure.cause)
+    if failure.__cause__ is not None:
+        alone.__cause__ = RuntimeError("\n" + "".join(format_exception(failure.__cause__)))
+    return alone
 
 
 def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:

@@ -7,7 +7,6 @@ make their states together: a state that fails on one rank fails the save on all
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -208,16 +207,12 @@ class SaveMaker:
         # No interval follows the last save, so it is tried again at once.
         for is_last_try in (False, True):
             self._begin(step, make_state, kind, store, self._at_once)
-            failure = self._in_flight.outcome()
-            if failure is None:
+            if (failure := self._in_flight.outcome()) is None:
                 if self._in_flight.differs is not None:
                     raise self._in_flight.differs
                 return
             if is_last_try:
                 raise failure
-            # Its traceback keeps the state that was to be saved.
-            del failure
-            gc.collect()
 
     def _begin(
         self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: StoresCheckpoints, saver: Saver

@@ -208,7 +208,6 @@ class CopyingSaver(Saver):
         if wait_for([self._under_way], timeout_seconds).not_done:
             logger.warning("A save is still being written after %.0f s; closing without it", timeout_seconds)
         else:
-            self._under_way = _done(None)  # The traceback of a failure keeps references, also to the copy.
             self._copies.stager.close()
 
     def _check(self, target: SaveTarget) -> None:
@@ -228,9 +227,11 @@ class CopyingSaver(Saver):
 
     def _note_over(self, durable: Future[CheckpointInfo | None]) -> None:
         self._copies.release()
-        if durable.exception() is None:
-            for each in self._companions:
-                each.durable(durable.result())
+        if durable.exception() is not None:
+            self._under_way = _done(None)  # The traceback of a failure keeps the state, and the copy.
+            return
+        for each in self._companions:
+            each.durable(durable.result())
 
 
 class ThreadSaver(CopyingSaver):
@@ -281,10 +282,7 @@ class ProcessSaver(CopyingSaver):
 
 
 def build_saver(
-    config: Checkpoint,
-    peers: Peers,
-    plans: PlanCache | None = None,
-    companions: Sequence[Companion] = (),
+    config: Checkpoint, peers: Peers, plans: PlanCache | None = None, companions: Sequence[Companion] = ()
 ) -> Saver:
     """Return the saver of `config.async_mode`; its copies are made as `companions` want, and are also theirs."""
     if config.async_mode == "disabled":

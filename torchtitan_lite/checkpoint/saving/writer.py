@@ -336,16 +336,12 @@ def names_with_nan(keys: Sequence[str], tensors: Sequence[torch.Tensor], prefix:
     """
     dtypes = [tensor.dtype for tensor in tensors]
     # Two floats of 4 bits in a byte have no NaN.
-    sampled = {dtype for dtype in {*dtypes} if dtype.is_floating_point and "float4" not in f"{dtype}"}
+    sampled = {each for each in {*dtypes} if each.is_complex or (each.is_floating_point and "float4" not in f"{each}")}
     # Numbers, not pairs: of thousands of new pairs the garbage collector would take more time than all else here.
-    weights: list[int] = []
-    moments: list[int] = []
-    for number, (key, dtype) in enumerate(zip(keys, dtypes, strict=True)):
-        if dtype in sampled:
-            if key.startswith(prefix):
-                weights.append(number)
-            elif key.startswith(OPTIMIZER) and tensors[number].dim():
-                moments.append(number)
+    chosen = [number for number, dtype in enumerate(dtypes) if dtype in sampled]
+    weights = [number for number in chosen if keys[number].startswith(prefix)]
+    others = [number for number in chosen if not keys[number].startswith(prefix)]
+    moments = [number for number in others if keys[number].startswith(OPTIMIZER) and tensors[number].dim()]
     of_moments = _keys_of_wrong_tensors(keys, tensors, moments, _is_not_finite, _MAX_TENSORS)
     if of_moments:  # By design, maybe: then all of them are to be known.
         of_moments = _keys_of_wrong_tensors(keys, tensors, moments, _is_not_finite, len(moments))
@@ -362,6 +358,7 @@ def _keys_of_wrong_tensors(
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
     for number in numbers[:: -(-len(numbers) // most) or 1]:
         for part in _sampled_parts(tensors[number].detach()):
+            part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
             samples.setdefault((part.dtype, part.device), []).append((keys[number], part))
     found: dict[str, None] = {}
     for (dtype, _), of_a_kind in samples.items():

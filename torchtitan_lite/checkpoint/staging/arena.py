@@ -40,11 +40,19 @@ class StagingArena:
         """The layout of which it has the bytes around the tensors, for whoever copies only these."""
         self._tensors_of: tuple[FileLayout, list[torch.Tensor]] | None = None
         self._pid = os.getpid()
-        self.fd = _anonymous_file(num_bytes) if fd is None else fd
+        self.fd = _anonymous_file() if fd is None else fd
         found = os.fstat(self.fd)
         self.identity = found.st_dev, found.st_ino
         """What only arenas of the same memory share, as long as that memory exists."""
-        self.memory = map_shared(self.fd, num_bytes)
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, max(num_bytes, 1))
+            self.memory = map_shared(self.fd, num_bytes)
+        except OSError:
+            os.close(self.fd)
+            if mark is not None:
+                mark.close()
+            raise
         self.address = address_of(self.memory)
         self._pages = LockedPages(self.memory, page_lock)
         self.is_closed = False
@@ -119,16 +127,14 @@ class StagingArena:
         self._pages.forget()
 
 
-def _anonymous_file(num_bytes: int) -> int:
+def _anonymous_file() -> int:
     try:
         # A file in /dev/shm has a name, which outlives a killed process; containers limit that folder to 64 MiB, and
         # logind may empty it at a logout.
-        fd = os.memfd_create("torchtitan_lite-staging")
+        return os.memfd_create("torchtitan_lite-staging")
     except (AttributeError, OSError):  # Not Linux, or a sandbox refuses it.
         with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, max(num_bytes, 1))
-    return fd
+            return os.dup(file.fileno())
 
 
 # Where the arenas of a rank are: one slot, whose copy each save replaces.

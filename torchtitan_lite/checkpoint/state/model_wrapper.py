@@ -264,7 +264,8 @@ def weights_only(model_state: Mapping[str, Any], dtype: torch.dtype) -> dict[str
 def _cast_value(fqn: str, value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach() if is_extra(fqn, value) or not value.is_floating_point() else value.detach().to(dtype)
+    is_cast = value.is_floating_point() and not is_extra(fqn, value) and "float4" not in f"{value.dtype}"
+    return value.detach().to(dtype) if is_cast else value.detach()
 
 
 # Buffers that a load finds in another shape or dtype than they were saved with.

@@ -49,10 +49,8 @@ class PerRank:
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what `load_state_dict` would raise: ConfigError, or the refusal of `state`. Changes nothing."""
-        if self._has_own(state_dict):
-            check = getattr(self._state, "check_state", None)
-            if check is not None:
-                check(_own_state(state_dict))
+        if self._has_own(state_dict) and (check := getattr(self._state, "check_state", None)) is not None:
+            check(_own_state(state_dict))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load into `state` what this rank saved. Raises as `check_state` does."""
@@ -90,9 +88,9 @@ class PerRank:
             )
 
 
-def _own_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _own_state(state_dict: Mapping[str, Any]) -> Any:
     # A checkpoint stores nothing of an empty mapping.
-    return dict(state_dict.get(f"rank{_rank_and_world_size()[0]}", {}))
+    return state_dict.get(f"rank{_rank_and_world_size()[0]}", {})
 
 
 def _rank_and_world_size() -> tuple[int, int]:

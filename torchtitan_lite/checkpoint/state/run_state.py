@@ -73,7 +73,8 @@ class RunState:
 
     def at_step(self, step: int) -> None:
         """Note what `step` trained, and which metrics count, whether or not it is saved. Any rank."""
-        self.late_seed.at_step(step)
+        with suppress(Exception):  # It only warns, on one rank.
+            self.late_seed.at_step(step)
         self.model.note_trainable()
         self._metrics.look_at_counts()
 
@@ -147,8 +148,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if is_made_of_others(local):
         return all(_is_finite(each) for each in inner_tensors("", local).values())
-    # Classes of other libraries do not say what of them is finite.
-    can_say = type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta
+    # Classes of other libraries do not say what of them is finite, and floats of 4 bits always are.
+    can_say = type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta and "float4" not in f"{local.dtype}"
     return not can_say or bool(wide_float(local).isfinite().all())
 
 
@@ -283,7 +284,7 @@ class LateSeedWatch:
         """Note what the generator that was just restored with `step` gives next."""
         before, generator = torch.get_rng_state(), torch.Generator()
         generator.set_state(before)
-        self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
         self._loaded, self._states, self._first = step, (before, generator.get_state()), []
 
     def at_step(self, step: int) -> None:
@@ -322,7 +323,7 @@ def _skipped(iterator: Any, taken: int, first_step: int, step: int, loaded: int)
     a_step = (num_yielded(iterator) - taken) / max(step - first_step, 1)
     skipped = taken - a_step * (first_step - loaded)
     try:
-        place = a_step * loaded % len(iterator)
+        place = a_step * loaded % max(len(iterator), 1)
     except TypeError:  # An iterable dataset has no length: more than a loop takes ahead is sure.
         place = 3
     return int(skipped) if a_step > 0 and skipped >= place > 0 else 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -83,14 +85,17 @@ def as_stateful(state: Stateful | dict[Any, Any]) -> Stateful:
 # The LR schedulers of a rank as one state.
 #
 # One scheduler has the keys `lr_scheduler.<key>`. So have several schedulers in equal states, such as those of pipeline
-# stages: any number of schedulers resumes from them. Schedulers in different states have the keys
-# `lr_scheduler.<number>.<key>`, and a resume needs the same number of them. Each of these has the names of its
-# optimizer's parameters, so that it finds its scheduler in a list of another order, and on another rank. Each state has
-# the scheduler's class, because attributes of one class mean nothing to another.
+# stages, with their number: any number of equal schedulers resumes from them, and that many with other functions, which
+# no state has. Schedulers in different states have the keys `lr_scheduler.<number>.<key>`, and a resume needs the same
+# number of them. Each of these has the names of its optimizer's parameters, so that it finds its scheduler in a list of
+# another order, and on another rank. Each state has the scheduler's class, because attributes of one class mean nothing
+# to another.
 
 
 CLASS = "_class"
 """The key of the scheduler's class."""
+NUMBER = "_number"
+"""The key of the number of schedulers that have one state; a state of one scheduler has none."""
 _WAY_OUT = "Build the same schedule, or start a new one with --checkpoint.exclude_from_loading=lr_scheduler."
 _OF_VERSIONS = {"verbose", "lr_lambdas"}
 """Keys that some versions of torch do not have, or that are empty and missing from older checkpoints."""
@@ -102,6 +107,8 @@ class LRSchedulerWrapper:
     Without it schedulers are matched in order.
     """
 
+    may_differ_between_ranks: ClassVar[tuple[str, ...]] = (NUMBER,)
+
     def __init__(self, lr_schedulers: Sequence[Any], optimizers: OptimizerWrapper | None = None) -> None:
         self._schedulers = list(lr_schedulers)
         self._optimizers = OptimizerWrapper([], []) if optimizers is None else optimizers
@@ -112,7 +119,7 @@ class LRSchedulerWrapper:
         """Return the state of all schedulers, once if they are in equal states. Any rank."""
         states = self._own_states()
         if all(is_same(state, states[0]) for state in states[1:]):
-            return states[0] if states else {}
+            return (states[0] if states else {}) | ({NUMBER: len(states)} if len(states) > 1 else {})
         of_each = [state | {PARAMETERS: names} for state, names in zip(states, self._own_names(), strict=True)]
         return {str(number): of_each[at] for number, at in sorted(zip(self._numbers, range(len(states)), strict=True))}
 
@@ -124,7 +131,7 @@ class LRSchedulerWrapper:
         """Load each scheduler's state. Raises `CheckpointMismatch` before any scheduler changes."""
         states, self._numbers = self._for_each(state_dict)
         for scheduler, state in zip(self._schedulers, states, strict=True):
-            scheduler.load_state_dict(state)
+            scheduler.load_state_dict(copy.deepcopy(state))  # Several may have the same one.
 
     def _own_states(self) -> list[dict[str, Any]]:
         return [dict(each.state_dict()) | {CLASS: class_name(each)} for each in self._schedulers]
@@ -154,7 +161,7 @@ def class_name(scheduler: Any) -> str:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Return whether two nested structures of numbers and tensors are equal, types included."""
+    """Return whether two nested structures of numbers, arrays and tensors are equal, types included."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -163,6 +170,9 @@ def is_same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, np.ndarray):
+        held = (repr(each.tolist()) if each.dtype.hasobject else each.tobytes() for each in (a, b))
+        return a.dtype == b.dtype and a.shape == b.shape and next(held) == next(held)
     return bool(a == b)
 
 
@@ -171,7 +181,7 @@ def _distributed(state_dict: Mapping[str, Any], own_states: Sequence[Mapping[str
     shared = {key: state for key, state in state_dict.items() if key not in numbered}
     own_are_alike = all(is_same(state, own_states[0]) for state in own_states[1:])
     if shared and (own_are_alike or not numbered):
-        if not own_are_alike:
+        if not own_are_alike and shared.get(NUMBER) != len(own_states):
             raise _mismatch(f"it has the state of one scheduler, and this run has {len(own_states)} that differ.")
         return [shared] * len(own_states)
     states = [numbered[key] for key in sorted(numbered, key=int)]
@@ -209,7 +219,7 @@ def _merged(stored: Mapping[str, Any], own: Mapping[str, Any], number: int | Non
             f"{which} was of another class than {own[CLASS]}: only one of the two has {', '.join(map(repr, others))}."
         )
     kept = {key: value for key, value in own.items() if key in _OF_VERSIONS and key not in stored}
-    return {key: value for key, value in (dict(stored) | kept).items() if key not in (CLASS, PARAMETERS)}
+    return {key: value for key, value in (dict(stored) | kept).items() if key not in (CLASS, NUMBER, PARAMETERS)}
 
 
 def _public(state: Mapping[str, Any]) -> set[str]:
@@ -336,7 +346,7 @@ class OptimizerWrapper:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace all state by the flat state; a parameter without keys loses its state. **Collective** with FSDP1.
 
-        Settings (`param_groups.*`) that are not in it do not change.
+        Settings (`param_groups.*`) that are not in it do not change, nor state of no parameter without `OF_OPTIMIZERS`.
         """
         self._owned = {key for key in state_dict if key.startswith(f"{OWNERS}.")}
         of_optimizers = state_dict.get(OF_OPTIMIZERS, {})
@@ -347,7 +357,8 @@ class OptimizerWrapper:
             own = owner.read()
             names = {name for group in own.groups for name in group.names}
             states, settings = by_name(state_dict, names)
-            owner.take(states, settings, {**own.rest, **of_optimizers.get(number, {})})
+            rest = of_optimizers.get(number, {}) if OF_OPTIMIZERS in state_dict else own.rest
+            owner.take(states, settings, rest)
 
     def refuse_where_parts_differ(self, peers: Peers) -> None:
         """Raise ConfigError on every rank if a state dict is saved unchanged and ranks have different models.
