@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from scripts.structure.torch_names import NAMES, SOME_VERSIONS
 from tests.source_modules import PACKAGE, ROOT, Module, is_in, modules_of
-from torchtitan_lite.torch_private import NAMES, SOME_VERSIONS, is_compiled
+from torchtitan_lite.torch_private import is_compiled
 
 DEADLINE_SECONDS = 120.0
 HOME = Module(ROOT / PACKAGE / "torch_private.py")

@@ -330,7 +330,7 @@ def _local_memory(value: torch.Tensor) -> torch.Tensor:
 
 
 def _events(flat: State) -> list[torch.cuda.Event]:
-    """Return an event for each device with some of `flat`, which is over when it has computed what is asked by now."""
+    """Return an event for each device with some of `flat`, which is over when what it computes now is."""
     tensors = (value for value in flat.values() if isinstance(value, torch.Tensor))
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return [torch.cuda.current_stream(device).record_event() for device in devices]
