@@ -26,6 +26,7 @@ from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.block_writer import FUSE_REQUEST_BYTES, Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
+from torchtitan_lite.disk.mounts import is_fuse
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointUnreadable, FolderUnusable, LeaseLost
 from torchtitan_lite.store import layout
@@ -142,6 +143,7 @@ def test_requests_are_large_on_fuse_alone(mounted: list[Client], name: str, tmp_
             return super().reader(request_bytes)
 
     one, _ = mounted
+    is_fuse.cache_clear()  # The number of a mount before may come again.
     (one.folder / name).mkdir()
     for folder, expected in ((one.folder / name, FUSE_REQUEST_BYTES), (tmp_path, Bounced.request_bytes)):
         sizes.clear()
