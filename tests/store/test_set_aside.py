@@ -154,7 +154,7 @@ def test_an_abandoned_one_is_refused_by_the_name_of_what_abandons_it(tmp_path: P
     before = contents(tmp_path)
     with pytest.raises(CheckpointError) as refusal:
         back(store, "step-16.abandoned-a1")
-    assert "step-8 of run b2 abandons it, and no run would see it" in str(refusal.value)
+    assert "step-8 of run b2 has left it behind. With --leave-branch it comes back" in str(refusal.value)
     assert "With --leave-branch it comes back, and step-8, step-12 are set aside in its place" in str(refusal.value)
     assert contents(tmp_path) == before
     shutil.rmtree(tmp_path / "step-12")

@@ -114,11 +114,10 @@ def refuse_harm(store: StoresCheckpoints, aside: SetAside, there: Place | None, 
     if there is not None and there not in given_up:
         raise CheckpointError(f"{name} stays as it is: {there} is there already. Rename or remove that one first.")
     if branch and not leave_branch:
-        abandoners = abandoners_of(store, aside) or branch[:1]
+        left = abandoners_of(store, aside) or branch[:1]
         raise CheckpointError(
-            f"{name} stays as it is: {_named(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
-            f"see it. With --leave-branch it comes back, and {_named(branch)} {'is' if len(branch) == 1 else 'are'} "
-            "set aside in its place."
+            f"{name} stays as it is: {_named(left)} of run {left[0].run_id} has left it behind. With --leave-branch it "
+            f"comes back, and {_named(branch)} {'is' if len(branch) == 1 else 'are'} set aside in its place."
         )
     hidden = [
         info

@@ -8,6 +8,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,20 @@ def test_a_prepared_arena_has_room_for_the_objects_too(store: CheckpointStore) -
     begin(saver, store, state).durable.result(DEADLINE_SECONDS)
     assert store.get(1).nbytes > 4 << 20, "more than the room that every arena has"
     assert stager.pool.slots[0].arena is prepared
+    saver.close(DEADLINE_SECONDS)
+
+
+def test_a_failure_that_is_noted_late_does_not_hide_the_save_that_began_since(store: CheckpointStore) -> None:
+    disk = StuckDisk()
+    saver, failed = ThreadSaver(PEERS), Future[Any]()
+    failed.set_exception(SaveFailed(1, "of the disk"))
+    pending = begin(saver, CheckpointStore(store.root, durable=disk), {"weight": torch.ones(3)})
+    saver._note_over(failed)
+    next_one = begin(saver, store, {"weight": torch.zeros(3)}, step=2)
+    disk.let_go.set()
+    assert pending.durable.result(DEADLINE_SECONDS) is not None
+    with pytest.raises(SaveFailed, match="the previous save is still being written"):
+        next_one.durable.result(DEADLINE_SECONDS)
     saver.close(DEADLINE_SECONDS)
 
 

@@ -228,7 +228,8 @@ class CopyingSaver(Saver):
     def _note_over(self, durable: Future[CheckpointInfo | None]) -> None:
         self._copies.release()
         if durable.exception() is not None:
-            self._under_way = _done(None)  # The traceback of a failure keeps the state, and the copy.
+            if self._under_way is durable:  # Not a save that began since.
+                self._under_way = _done(None)  # The traceback of a failure keeps the state, and the copy.
             return
         for each in self._companions:
             each.durable(durable.result())

@@ -73,7 +73,7 @@ class Tier:
         self._starting: threading.Thread | None = None
 
     def begin(self, start: str, folder_id: str) -> None:
-        """Begin the start with the id `start`, whatever ended the tier before; without a `folder_id` it is off."""
+        """Keep images of the start `start` from now on, also after they were switched off, if there is a `folder_id`."""
         self.start, self.folder_id = start, folder_id
         self.is_off, self._trouble, self._num_keepers = not folder_id, "", 1
 
