@@ -80,7 +80,7 @@ def test_an_abandoned_one_takes_the_place_of_the_branch(folder: str, store: Buck
         branch = add(holding, 9, lineage=Lineage("runb", 7, abandons=((9, "runa"),)))
         add(holding, 11, lineage=Lineage("runb", 9))
     refused = command("bring-back", folder, left.path.name)
-    assert (refused.code, f"{branch.path.name} of run runb abandons it" in refused.err) == (1, True)
+    assert (refused.code, f"{branch.path.name} of run runb has left it behind" in refused.err) == (1, True)
     ended = command("bring-back", folder, left.path.name, "--leave-branch")
     assert ended.code == 0 and f"{branch.path.name}" in ended.out
     assert [info.path for info in store.committed()] == [store.get(7).path, left.path]

@@ -50,7 +50,7 @@ def test_an_abandoned_one_takes_the_place_of_the_branch(tmp_path: Path, said: Sa
     save(store, 8, run_id="b2", abandons=[(16, "a1")])
     code, out, err = said("bring-back", tmp_path, "step-16.abandoned-a1")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "step-8 of run b2 abandons it" in err and "With --leave-branch" in err
+    assert "step-8 of run b2 has left it behind" in err and "With --leave-branch" in err
     code, out, _ = said("bring-back", tmp_path, "step-16.abandoned-a1", "--leave-branch")
     assert code == 0 and "Set aside in its place: step-8.abandoned-b2" in out
     assert names(tmp_path) == ["step-16", "step-4", "step-8.abandoned-b2"]

@@ -201,7 +201,7 @@ def branched_twice(root: Path) -> CheckpointStore:
 
 def test_branches_of_the_branch_are_left_too(tmp_path: Path) -> None:
     store = branched_twice(tmp_path)
-    with pytest.raises(CheckpointError, match=r"step-8 of run b2 abandons it.* step-8, step-10 are set aside"):
+    with pytest.raises(CheckpointError, match=r"step-8 of run b2 has left it behind.* step-8, step-10 are set aside"):
         back(store, "step-16.abandoned-a1")
     moved = ["step-10.abandoned-c3", "step-8.abandoned-b2"]
     assert back(store, "step-16.abandoned-a1", leave_branch=True) == moved
@@ -213,7 +213,9 @@ def test_a_damaged_one_of_a_run_that_was_left_comes_back_only_in_place_of_the_br
     store = fill(tmp_path, 4, 6, 7)
     store.quarantine(7, ["a byte"])
     save(store, 5, run_id="b2", abandons=[(6, "a1")], ancestors=[(4, "a1")])
-    with pytest.raises(CheckpointError, match=r"step-5 of run b2 abandons it.*With --leave-branch it comes back"):
+    with pytest.raises(
+        CheckpointError, match=r"step-5 of run b2 has left it behind.*With --leave-branch it comes back"
+    ):
         back(store, "step-7.corrupt")
     assert back(store, "step-7.corrupt", leave_branch=True) == ["step-5.abandoned-b2"]
     assert visible(tmp_path) == {4: "a1", 7: "a1"}

@@ -73,7 +73,7 @@ class Tier:
         self._starting: threading.Thread | None = None
 
     def begin(self, start: str, folder_id: str) -> None:
-        """Keep images of the start `start` from now on, also after they were switched off, if there is a `folder_id`."""
+        """Keep images of the start `start` from now on, also after they were turned off, if there is a `folder_id`."""
         self.start, self.folder_id = start, folder_id
         self.is_off, self._trouble, self._num_keepers = not folder_id, "", 1
 
